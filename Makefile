@@ -1,0 +1,74 @@
+# Every target makes what it needs: on a fresh machine Python >= 3.10, pip and make are enough.
+#   make demo ARGS='--transport tcp --layerwise'      make test PYTEST_ARGS='-k pull'      make PYTHON=python3.12 test
+
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-long check format lint types layers sizes bench dist clean
+
+help:
+	@echo 'make demo       a real model, prefill and decode in two processes (ARGS=...)'
+	@echo 'make test       the test suite, under 8 minutes on 2 cores (PYTEST_ARGS=...)'
+	@echo 'make test-long  what needs longer: many rounds, slow links, large transfers'
+	@echo 'make check      format, lint, strict types, import layers, sizes'
+	@echo 'make bench      the benchmarks (ARGS=...)'
+	@echo 'make dist       wheel and source distribution in dist/'
+	@echo 'PYTHON=python3.12 chooses the interpreter of a new .venv'
+
+# A Python without ensurepip (Debian's without python3-venv) lends its own pip to the new environment.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+		echo 'needs Python >= 3.10 (found: $(or $(PYTHON),none)); give one: make PYTHON=/path/to/python3' >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null || { rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $(VENV) \
+		&& $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo]'
+	@touch $@
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m examples.demo $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-long: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow --timeout 600 $(PYTEST_ARGS)
+
+check: format lint types layers sizes
+
+format: $(VENV)/.dev
+	$(BIN)/python -m ruff format --check .
+
+lint: $(VENV)/.dev
+	$(BIN)/python -m ruff check .
+
+types: $(VENV)/.dev
+	$(BIN)/python -m mypy
+
+layers: $(VENV)/.dev
+	$(BIN)/python -m pytest -q tests/api/test_layers.py
+
+sizes: $(VENV)/.dev
+	$(BIN)/python -m pytest -q tests/api/test_sizes.py
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.kv $(ARGS)
+	$(BIN)/python -m benchmarks.latency
+
+dist: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

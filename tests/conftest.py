@@ -1,0 +1,45 @@
+"""Rules that hold for every test: nothing is left behind, random input is the same in every run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.support import leaks, pool
+
+settings.register_profile(
+    "fixed",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("fixed")
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing() -> Iterator[None]:
+    before = leaks.take()
+    yield
+    left = leaks.differences(before)
+    assert not left, f"the test left behind {left}"
+
+
+@pytest.fixture
+def spawn(_leaves_nothing: None) -> Iterator[pool.Spawner]:
+    """Starts peer processes; afterwards each must have given everything back."""
+    spawner = pool.Spawner()
+    yield spawner
+    left = spawner.close()
+    assert not left, "; ".join(left)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_stays() -> Iterator[None]:
+    before = leaks.take()
+    yield
+    pool.close_idle()
+    assert leaks.take().children <= before.children, "processes outlive the session"

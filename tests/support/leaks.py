@@ -1,0 +1,84 @@
+"""What a test may leave behind in its own process: nothing but idle peers of the pool."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+from tests.support.pool import idle_peers
+from tests.support.world import wait_until
+
+FDS_PER_PEER = 2
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Descriptors, threads, children and shared memory, idle peers not counted."""
+
+    fds: int
+    threads: frozenset[str]
+    children: frozenset[int]
+    shm: frozenset[str]
+
+
+def take() -> Snapshot:
+    idle = idle_peers()
+    pids = {peer.pid for peer in idle}
+    threads = Counter(t.name for t in threading.enumerate() if t.name not in {f"peer-{p}" for p in pids})
+    return Snapshot(
+        fds=len(os.listdir("/proc/self/fd")) - FDS_PER_PEER * len(idle),
+        threads=frozenset(f"{name} x{count}" for name, count in threads.items()),
+        children=frozenset(_children() - pids),
+        shm=frozenset(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else frozenset(),
+    )
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/children") as file:
+                found |= {int(pid) for pid in file.read().split()}
+        except OSError:
+            continue  # the thread has ended
+    return found
+
+
+def differences(before: Snapshot, patience: float = 2.0) -> str:
+    """Empty text when everything is as before; daemon threads get a moment to end."""
+    if wait_until(lambda: _same(before, take()), 0.05):
+        return ""
+    gc.collect()
+    if wait_until(lambda: _same(before, take()), patience):
+        return ""
+    after = take()
+    parts = []
+    if after.fds > before.fds:
+        parts.append(f"{after.fds - before.fds} fds: {_descriptors()}")
+    for what in ("threads", "children", "shm"):
+        new = getattr(after, what) - getattr(before, what)
+        if new:
+            parts.append(f"{what}: {sorted(new)}")
+    return "; ".join(parts)
+
+
+def _same(before: Snapshot, after: Snapshot) -> bool:
+    return (
+        after.fds <= before.fds
+        and after.threads <= before.threads
+        and after.children <= before.children
+        and after.shm <= before.shm
+    )
+
+
+def _descriptors() -> list[str]:
+    targets = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            targets.append(f"{fd}->{os.readlink('/proc/self/fd/' + fd)}")
+        except OSError:
+            continue
+    return targets
