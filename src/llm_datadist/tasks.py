@@ -1,0 +1,223 @@
+"""A background transfer: the side that callers read, and the side that the engine writes.
+
+Invariants: the first answer of a config is final; the task is done exactly when every config has one.
+Threads: every method from any thread. Callbacks, and the engine's cancel hook, run outside the lock in the
+thread that gave the last answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from threading import Condition
+from typing import Any
+
+from llm_datadist.checks import check_int32
+from llm_datadist.status import LLMStatusCode, ParamInvalidError, TransferTimeoutError, error_of
+
+_log = logging.getLogger("llm_datadist.tasks")
+
+
+class CacheTask:
+    """A transfer that goes on in the background: one answer per config, in their order."""
+
+    def __init__(self, count: int, on_cancel: Callable[[], None]) -> None:
+        self._changed = Condition()
+        self._codes: list[LLMStatusCode | None] = [None] * count
+        self._errors: list[BaseException | None] = [None] * count
+        self._begun = [False] * count
+        self._left = count
+        self._cancelled = False
+        self._on_cancel = on_cancel
+        self._callbacks: list[Callable[[CacheTask], object]] = []
+
+    def synchronize(self, timeout_in_millis: int | None = None) -> LLMStatusCode:
+        """Waits for the end.
+
+        Args:
+            timeout_in_millis: How long to wait at most, int32 and not negative; None: as long as it takes.
+
+        Returns:
+            The first code, in the order of the configs, that is not success; LLM_SUCCESS when there is
+            none; LLM_TIMEOUT while the task still runs.
+        """
+        if not self._wait(timeout_in_millis):
+            return LLMStatusCode.LLM_TIMEOUT
+        return self._outcome()[0]
+
+    def get_results(self, timeout_in_millis: int | None = None) -> list[LLMStatusCode | None]:
+        """Waits like :meth:`synchronize`.
+
+        Returns:
+            One code per config. Of those not finished yet, None is one of which nothing was sent,
+            LLM_TIMEOUT one that was begun.
+        """
+        self._wait(timeout_in_millis)
+        with self._changed:
+            return [
+                LLMStatusCode.LLM_TIMEOUT if code is None and begun else code
+                for code, begun in zip(self._codes, self._begun, strict=True)
+            ]
+
+    def exception(self, timeout_in_millis: int | None = None) -> BaseException | None:
+        """Waits like :meth:`synchronize`.
+
+        Returns:
+            The error behind the code that ``synchronize`` returns, None after success; a
+            ``concurrent.futures.CancelledError`` when ``cancel`` ended something.
+
+        Raises:
+            TransferTimeoutError: The task still runs.
+        """
+        if not self._wait(timeout_in_millis):
+            raise TransferTimeoutError(
+                f"the transfer still runs after {timeout_in_millis} ms; wait again or cancel it"
+            )
+        return self._outcome()[1]
+
+    def done(self) -> bool:
+        """Whether every config has its answer."""
+        return self._left == 0
+
+    def cancel(self) -> bool:
+        """Ends what is not finished with LLM_FAILED.
+
+        Returns:
+            Whether there was anything to end.
+        """
+        with self._changed:
+            if self._left == 0:
+                return False
+            first, self._cancelled = not self._cancelled, True
+            unfinished = [i for i, code in enumerate(self._codes) if code is None]
+        if first:
+            _call(self._on_cancel)  # first: what has its answer writes nothing any more
+        with self._changed:
+            for i in unfinished:
+                if self._codes[i] is None:
+                    self._codes[i] = LLMStatusCode.LLM_FAILED
+            callbacks = self._end() if self._left else []
+        self._run(callbacks)
+        return any(self._codes[i] == LLMStatusCode.LLM_FAILED for i in unfinished)
+
+    def add_done_callback(self, fn: Callable[[CacheTask], object]) -> None:
+        """Calls ``fn(task)`` once when the task is done; at once if it is. What ``fn`` raises is logged."""
+        if not callable(fn):
+            raise TypeError(f"fn must be callable, not {type(fn).__name__}")
+        with self._changed:
+            if self._left:
+                self._callbacks.append(fn)
+                return
+        self._run([fn])
+
+    def __await__(self) -> Generator[Any, None, LLMStatusCode]:
+        """``await task`` gives what ``synchronize()`` returns; cancelling the wait leaves the task alone."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        woken = loop.create_future()
+
+        def wake() -> None:
+            if not woken.done():  # the wait may have been cancelled
+                woken.set_result(None)
+
+        def wake_from_thread(_: CacheTask) -> None:
+            with suppress(RuntimeError):  # the loop may be closed by then
+                loop.call_soon_threadsafe(wake)
+
+        self.add_done_callback(wake_from_thread)
+        yield from woken
+        return self._outcome()[0]
+
+    def __repr__(self) -> str:
+        state = f"{self._left} of {len(self._codes)} unfinished" if self._left else str(self._outcome()[0])
+        return f"<CacheTask {state}>"
+
+    def _wait(self, timeout_in_millis: int | None) -> bool:
+        seconds: float | None = None
+        if timeout_in_millis is not None:
+            seconds = check_int32("timeout_in_millis", timeout_in_millis) / 1000
+            if seconds < 0:
+                raise ParamInvalidError(f"timeout_in_millis is {timeout_in_millis}; it must not be negative")
+        with self._changed:
+            return self._changed.wait_for(self.done, seconds)
+
+    def _outcome(self) -> tuple[LLMStatusCode, BaseException | None]:
+        """Code and error of a task that is done."""
+        with self._changed:
+            for i, code in enumerate(self._codes):
+                if code is not None and code != LLMStatusCode.LLM_SUCCESS:
+                    if self._cancelled:
+                        return code, CancelledError("cancelled by the caller")
+                    return code, self._errors[i] or error_of(code, f"transfer config {i} ended with {code}")
+            return LLMStatusCode.LLM_SUCCESS, None
+
+    def _begin(self, i: int) -> None:
+        with self._changed:
+            self._begun[i] = True
+
+    def _finish(self, i: int, code: LLMStatusCode, error: BaseException | None) -> None:
+        with self._changed:
+            if self._codes[i] is not None:
+                return
+            self._codes[i] = code
+            self._errors[i] = error
+            if self._left > 1:
+                self._left -= 1
+                return
+            callbacks = self._end()
+        self._run(callbacks)
+
+    def _end(self) -> list[Callable[[CacheTask], object]]:
+        """Marks the task done (under the lock); returns the callbacks to run outside it."""
+        self._left = 0
+        callbacks, self._callbacks = self._callbacks, []
+        self._changed.notify_all()
+        return callbacks
+
+    def _run(self, callbacks: list[Callable[[CacheTask], object]]) -> None:
+        for fn in callbacks:
+            _call(fn, self)
+
+
+class TaskBook:
+    """The engine's side of a :class:`CacheTask`.
+
+    Args:
+        count: Number of configs; 0 makes a task that is done.
+        on_cancel: Called once, before ``cancel`` gives the answers that are still missing: it stops the work,
+            and may answer itself. It must not block for long.
+    """
+
+    def __init__(self, count: int, on_cancel: Callable[[], None]) -> None:
+        self._task = CacheTask(count, on_cancel)
+
+    @property
+    def task(self) -> CacheTask:
+        """What the caller holds."""
+        return self._task
+
+    def begin(self, i: int) -> None:
+        """The first bytes for config ``i`` are about to be sent."""
+        self._task._begin(i)
+
+    def finish(self, i: int, code: LLMStatusCode, error: BaseException | None = None) -> None:
+        """Answers config ``i``; the first answer stays."""
+        self._task._finish(i, code, error)
+
+    def is_finished(self, i: int) -> bool:
+        """Whether config ``i`` has its answer."""
+        return self._task._codes[i] is not None
+
+
+def _call(fn: Callable[..., object], *args: object) -> None:
+    """Runs code of others: what it raises, and what logging that raises, stays here."""
+    try:
+        fn(*args)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        with suppress(Exception):
+            _log.exception("a callback of a transfer raised")
