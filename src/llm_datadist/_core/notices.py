@@ -1,0 +1,116 @@
+"""Notifications: their limits, and the queue that holds what peers have sent. Pure; guarded by its owner.
+
+A notice that has arrived is parked until it is certain that its sender has not withdrawn it; parked ones
+count against the capacity, so one that was accepted always has its place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from llm_datadist.checks import check_isinstance
+from llm_datadist.clusters import Notify
+from llm_datadist.status import OutOfMemoryError, ParamInvalidError
+
+MAX_NOTIFY_NBYTES = 64 << 10  # of the name in UTF-8, and of the message: the contract's limit
+QUEUE_CAPACITY = 4096  # the contract's; full of the largest it is 512 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What is to be said to a peer."""
+
+    name: str
+    message: bytes
+
+
+def checked_notice(name_arg: str, name: Any, message_arg: str, message: Any) -> Notice:
+    """A notice from a caller's arguments, which the texts call ``name_arg`` and ``message_arg``.
+
+    Raises:
+        TypeError: Not str and bytes.
+        ParamInvalidError: Too long, or a name without UTF-8 form.
+    """
+    check_isinstance(name_arg, name, str)
+    check_isinstance(message_arg, message, bytes)
+    check_notice(Notice(name, message), name_arg, message_arg)
+    return Notice(name, message)
+
+
+def check_notice(notice: Notice, name_arg: str = "name", message_arg: str = "message") -> None:
+    """Holds a notice to the limits.
+
+    Raises:
+        ParamInvalidError: Too long, or a name without UTF-8 form.
+    """
+    try:
+        name_nbytes = len(notice.name.encode())
+    except UnicodeEncodeError as exc:
+        raise ParamInvalidError(
+            f"{name_arg} is {notice.name!r:.200}; it must be text that UTF-8 can encode"
+        ) from exc
+    for argument, nbytes in ((name_arg, name_nbytes), (message_arg, len(notice.message))):
+        if nbytes > MAX_NOTIFY_NBYTES:
+            raise ParamInvalidError(
+                f"{argument} has {nbytes} bytes; at most {MAX_NOTIFY_NBYTES} are allowed, move more with a pull or push"
+            )
+
+
+class NoticeQueue:
+    """What peers have said and nobody has fetched yet, in the order of its coming."""
+
+    def __init__(self, capacity: int = QUEUE_CAPACITY) -> None:
+        self._capacity = capacity
+        self._parked: dict[Hashable, Notify] = {}
+        self._waiting: deque[Notify] = deque()
+
+    def check_room(self) -> None:
+        """Whether one more fits.
+
+        Raises:
+            OutOfMemoryError: It is full.
+        """
+        held = len(self._parked) + len(self._waiting)
+        if held >= self._capacity:
+            raise OutOfMemoryError(
+                f"the queue of notifications holds {held}, which is all it may; its owner must call get_notifies"
+            )
+
+    def put(self, notify: Notify) -> None:
+        """Enters one that is certain.
+
+        Raises:
+            OutOfMemoryError: The queue is full.
+        """
+        self.check_room()
+        self._waiting.append(notify)
+
+    def park(self, ticket: Hashable, notify: Notify) -> None:
+        """Holds one back until ``admit``.
+
+        Raises:
+            OutOfMemoryError: The queue is full.
+        """
+        self.check_room()
+        self._parked[ticket] = notify
+
+    def admit(self, ticket: Hashable) -> bool:
+        """Enters a parked one; False when it was withdrawn."""
+        notify = self._parked.pop(ticket, None)
+        if notify is None:
+            return False
+        self._waiting.append(notify)
+        return True
+
+    def withdraw(self, ticket: Hashable) -> bool:
+        """Forgets a parked one; False when it is not parked."""
+        return self._parked.pop(ticket, None) is not None
+
+    def take(self) -> list[Notify]:
+        """All that wait; they are the caller's now."""
+        taken = list(self._waiting)
+        self._waiting.clear()
+        return taken

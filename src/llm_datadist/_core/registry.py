@@ -1,0 +1,271 @@
+"""The caches of one engine and the keys that find them: pure bookkeeping, called under the engine's lock.
+
+A cache is found by its id or by a key name; a request or prefix key names one slot of a cache, a blocks
+key a whole blocks cache. The cluster id inside a key plays no part. Ids count from 1 and only a
+successful ``add`` takes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_datadist._core.layout import Layout
+from llm_datadist._core.segments import U64
+from llm_datadist.caches import CacheDesc
+from llm_datadist.keys import INVALID_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from llm_datadist.status import ParamInvalidError
+
+
+class KeyName(NamedTuple):
+    """A key without its cluster. ``kind``: "req" or "prefix" (id, model), "blocks" (model), "cache" (id)."""
+
+    kind: str
+    id: int
+    model_id: int
+
+
+class GenerationWord(NamedTuple):
+    """A 64-bit word in our slab and the random value that it has while what it stands for is valid."""
+
+    address: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """One registered cache. ``keys``: the names that it was registered with, and their batch indices."""
+
+    cache_id: int
+    desc: CacheDesc
+    layout: Layout
+    addresses: U64
+    is_blocks: bool
+    remote_accessible: bool
+    word: GenerationWord
+    keys: tuple[tuple[KeyName, int], ...]
+
+    def touches(self, starts: U64, ends: U64) -> bool:
+        """Whether any of the ranges [start, end) meets one of the tensors."""
+        mine_end = self.addresses + np.uint64(self.layout.tensor_nbytes)
+        return bool(((starts[:, None] < mine_end) & (ends[:, None] > self.addresses)).any())
+
+
+def request_name(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey) -> KeyName:
+    """The name by which a pull or push looks for its other end.
+
+    Raises:
+        ParamInvalidError: A CacheKey with both or neither of req_id and prefix_id.
+    """
+    if isinstance(key, BlocksCacheKey):
+        return KeyName("blocks", 0, key.model_id)
+    if isinstance(key, CacheKeyByIdAndIndex):
+        return KeyName("cache", key.cache_id, 0)
+    name = _slot_name(key)
+    if name is None:
+        raise ParamInvalidError(f"{key!r} has neither a req_id nor a prefix_id; set exactly one of them")
+    return name
+
+
+def key_name_of(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey) -> KeyName | None:
+    """The name that a key binds; None when it binds none (a placeholder, or a cache id)."""
+    if isinstance(key, CacheKey):
+        return _slot_name(key)
+    return request_name(key) if isinstance(key, BlocksCacheKey) else None
+
+
+def key_of(name: KeyName, cluster_id: int) -> CacheKey | BlocksCacheKey:
+    """The key that binds a name, with a cluster id."""
+    if name.kind == "blocks":
+        return BlocksCacheKey(cluster_id, name.model_id)
+    if name.kind == "prefix":
+        return CacheKey(cluster_id, INVALID_ID, name.model_id, name.id)
+    return CacheKey(cluster_id, name.id, name.model_id)
+
+
+def _slot_name(key: CacheKey) -> KeyName | None:
+    """The name of a slot; None for a placeholder (neither id is set)."""
+    if key.req_id != INVALID_ID and key.prefix_id != INVALID_ID:
+        raise ParamInvalidError(f"{key!r} has both a req_id and a prefix_id; set exactly one of them")
+    if key.prefix_id != INVALID_ID:
+        return KeyName("prefix", key.prefix_id, key.model_id)
+    return KeyName("req", key.req_id, key.model_id) if key.req_id != INVALID_ID else None
+
+
+@dataclass(slots=True)
+class Registry:
+    """Caches by id, and slots by key name."""
+
+    _records: dict[int, Record] = field(default_factory=dict)
+    _bound: dict[KeyName, tuple[int, int]] = field(default_factory=dict)
+    _pulled: dict[KeyName, NDArray[np.bool_]] = field(default_factory=dict)
+    _next_id: int = 1
+
+    def check_keys(
+        self, keys: Sequence[CacheKey] | Sequence[BlocksCacheKey], layout: Layout
+    ) -> tuple[tuple[KeyName, int], ...]:
+        """The names that these keys would bind, by batch index.
+
+        Raises:
+            ParamInvalidError: Too many, bound already, or twice in the call.
+        """
+        if len(keys) and isinstance(keys[0], BlocksCacheKey):
+            return ((request_name(keys[0]), 0),)
+        if len(keys) > layout.dim0:
+            raise ParamInvalidError(
+                f"{len(keys)} cache keys for a cache with {layout.dim0} slots; one per slot at most"
+            )
+        names: dict[KeyName, int] = {}
+        for batch, key in enumerate(keys):
+            name = _slot_name(key)  # type: ignore[arg-type]
+            if name is None:
+                continue
+            if name in names:
+                raise ParamInvalidError(
+                    f"cache_keys[{batch}] {key!r} is also cache_keys[{names[name]}]; a key names one slot"
+                )
+            if name in self._bound:
+                raise ParamInvalidError(
+                    f"cache_keys[{batch}] {key!r} is bound to cache {self._bound[name][0]}; unregister that first"
+                )
+            names[name] = batch
+        return tuple(names.items())
+
+    def add(
+        self,
+        desc: CacheDesc,
+        layout: Layout,
+        addresses: U64,
+        names: tuple[tuple[KeyName, int], ...],
+        *,
+        is_blocks: bool,
+        remote_accessible: bool,
+        word: GenerationWord,
+    ) -> tuple[Record, Record | None]:
+        """Enters a cache. ``names`` come from :meth:`check_keys`.
+
+        Returns:
+            The record, and the blocks cache whose key it took over, if any.
+        """
+        cache_id = self._next_id
+        self._next_id += 1
+        record = Record(cache_id, desc, layout, addresses, is_blocks, remote_accessible, word, names)
+        displaced = None
+        for name, batch in names:
+            if name in self._bound:
+                displaced = self._records[self._bound[name][0]]
+            self._bound[name] = (cache_id, batch)
+        self._records[cache_id] = record
+        return record, displaced
+
+    def replace(self, record: Record) -> None:
+        """Enters a record in the place of the one with its id; keys find the new one."""
+        self._records[record.cache_id] = record
+
+    def remove(self, cache_id: int) -> Record | None:
+        """Takes a cache out, with the keys that still find it."""
+        record = self._records.pop(cache_id, None)
+        for name, _ in record.keys if record else ():
+            if self._bound.get(name, (0, 0))[0] == cache_id:
+                self._forget(name)
+        return record
+
+    def unbind(self, name: KeyName) -> Record | None:
+        """Takes a key away; the cache that it found, if it found one."""
+        found = self._bound.get(name)
+        if found is None:
+            return None
+        self._forget(name)
+        return self._records[found[0]]
+
+    def _forget(self, name: KeyName) -> None:
+        del self._bound[name]
+        self._pulled.pop(name, None)
+
+    def note_pulled(self, name: KeyName, first_tensor: int, tensor_stop: int) -> bool:
+        """A peer has tensors [first, stop) of the slot that a key finds; whether all have been pulled by now."""
+        record = self._records[self._bound[name][0]]
+        seen = self._pulled.setdefault(name, np.zeros(record.layout.num_tensors, dtype=bool))
+        seen[max(0, first_tensor) : max(0, tensor_stop)] = True
+        return bool(seen.all())
+
+    def request_key_of(self, cache_id: int, batch: int) -> KeyName | None:
+        """The request key bound to a slot of a cache."""
+        record = self._records[cache_id]
+        return next((n for n, b in self.names_of(record) if b == batch and n.kind == "req"), None)
+
+    def get(self, cache_id: int) -> Record | None:
+        """The cache with this id."""
+        return self._records.get(cache_id)
+
+    def find(self, name: KeyName) -> tuple[Record, int] | None:
+        """The cache that a name finds, and the batch index bound to it (0 for ids and blocks)."""
+        if name.kind == "cache":
+            record = self._records.get(name.id)
+            return (record, 0) if record else None
+        bound = self._bound.get(name)
+        return (self._records[bound[0]], bound[1]) if bound else None
+
+    def records(self) -> list[Record]:
+        """All caches, in order of their ids."""
+        return list(self._records.values())
+
+    def names_of(self, record: Record) -> tuple[tuple[KeyName, int], ...]:
+        """The names that find this cache now."""
+        return tuple((n, b) for n, b in record.keys if self._bound.get(n) == (record.cache_id, b))
+
+    def owners_of(self, bases: U64, offsets: U64, lengths: U64) -> list[Record]:
+        """The remote-accessible caches that hold the ranges base + offset, length, for each of ``bases``.
+
+        A cache that lies wholly between two ranges of one base counts as touched too.
+
+        Raises:
+            ParamInvalidError: A range does not lie wholly within one of their tensors.
+        """
+        open_records = [r for r in self._records.values() if r.remote_accessible]
+        cover = _Cover.of(open_records)
+        # Mostly everything between the first and the last unit lies in one tensor; only where it does not,
+        # each unit is looked at.
+        low = bases + offsets.min()
+        high = bases + (offsets + lengths).max()
+        for at in np.flatnonzero(~cover.holds(low, high)):
+            starts = bases[at] + offsets
+            inside = cover.holds(starts, starts + lengths)
+            if not inside.all():
+                bad = int(np.argmin(inside))
+                start = int(starts[bad])
+                raise ParamInvalidError(
+                    f"[{start:#x}, {start + int(lengths[bad]):#x}) does not lie in one tensor that is registered "
+                    "remote-accessible at the destination; register it there with remote_accessible=True"
+                )
+        return [r for r in open_records if r.touches(low, high)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cover:
+    """Tensors by start address, each with the furthest end of all that begin at or before it.
+
+    A range that begins at or after that start and ends by that end lies within one of them.
+    """
+
+    starts: U64
+    reach: U64
+
+    @classmethod
+    def of(cls, records: list[Record]) -> _Cover:
+        nothing = [np.empty(0, dtype=np.uint64)]
+        starts = np.concatenate(nothing + [r.addresses for r in records])
+        ends = np.concatenate(nothing + [r.addresses + np.uint64(r.layout.tensor_nbytes) for r in records])
+        order = np.argsort(starts, kind="stable")
+        return cls(starts[order], np.maximum.accumulate(ends[order]))
+
+    def holds(self, starts: U64, ends: U64) -> NDArray[np.bool_]:
+        if not len(self.starts):
+            return np.zeros(len(starts), dtype=bool)
+        at = np.searchsorted(self.starts, starts, side="right").astype(np.int64) - 1
+        inside: NDArray[np.bool_] = (at >= 0) & (self.reach[np.maximum(at, 0)] >= ends)
+        return inside
