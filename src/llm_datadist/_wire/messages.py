@@ -1,0 +1,320 @@
+"""Messages between two engines: frozen structs, tagged, encoded as msgpack.
+
+Forward compatible: an unknown field is skipped, a missing one takes its default. Arrays are not here:
+they travel as raw little-endian attachments of the frame (see ``framing``); each message says which.
+Every number in them comes from a peer: whoever uses one checks it first.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="t", kw_only=True):
+    """Base of all messages."""
+
+
+# ---- handshake ------------------------------------------------------------------------------------
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a peer is and how it can be read.
+
+    Attributes:
+        instance: 16 random bytes per init: tells a restarted process from the same one.
+        accessible: Mode B (True) or mode A.
+        backend: Transport that it forces, or "auto".
+        endpoints: Transport name -> its ``endpoint()`` bytes.
+        listens_at: Text: where it says that it can be dialled (llm.AdvertiseIp); "": as it was dialled.
+    """
+
+    cluster_id: int
+    instance: bytes
+    role: int
+    accessible: bool
+    backend: str = "auto"
+    heartbeat_ms: int = 1000
+    link_timeout_ms: int = 30000
+    endpoints: dict[str, bytes] = {}
+    listens_at: str = ""
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """First frame of the dialling side."""
+
+    version: int
+    target_id: int
+    identity: Identity
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """The dialled side accepts. ``reads_by``: the transport with which it will read the dialler."""
+
+    identity: Identity
+    link_token: bytes
+    reads_by: str
+
+
+class Confirm(Message, frozen=True, kw_only=True):
+    """The dialler has probed as well."""
+
+    reads_by: str
+
+
+class Established(Message, frozen=True, kw_only=True):
+    """The dialled side counts the link as up."""
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """The end of a handshake. ``kind`` "already": a link between these two is there or being made."""
+
+    code: int
+    text: str
+    kind: str = ""
+
+
+class DataHello(Message, frozen=True, kw_only=True):
+    """First frame of a data connection. ``dialler_reads``: the dialling side requests on it."""
+
+    version: int
+    link_token: bytes
+    dialler_reads: bool
+
+
+# ---- liveness and unlinking -------------------------------------------------------------------------
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """I am here."""
+
+
+class Ping(Message, frozen=True, kw_only=True):
+    """Answered at once by Pong with the same id."""
+
+    id: int
+
+
+class Pong(Message, frozen=True, kw_only=True):
+    """Answer to Ping."""
+
+    id: int
+
+
+class Bye(Message, frozen=True, kw_only=True):
+    """The sender drops the link now."""
+
+    text: str
+
+
+class Unlink(Message, frozen=True, kw_only=True):
+    """Asks to drop the link when idle, within the time; answered by Done.
+
+    ``if_unused``: unless callers of the peer's link_clusters use it; then the answer is LLM_EXIST_LINK.
+    """
+
+    id: int
+    time_left_ms: int
+    if_unused: bool = False
+
+
+class Settle(Message, frozen=True, kw_only=True):
+    """Answered by Done once every transfer of the receiver's callers on this link that was under way has ended."""
+
+    id: int
+    time_left_ms: int
+
+
+class Done(Message, frozen=True, kw_only=True):
+    """Answer to Unlink, Settle, PartReady and Notify, and the refusal of every other request."""
+
+    id: int
+    code: int
+    text: str = ""
+    nbytes: int = 0  # that a part moved
+
+
+# ---- caches ------------------------------------------------------------------------------------------
+
+
+class Word(msgspec.Struct, frozen=True, kw_only=True):
+    """A 64-bit word in its giver's slab and the value it must have. ``address`` 0: not for one-sided use."""
+
+    address: int = 0
+    value: int = 0
+
+
+class KeyRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A key on the wire. ``kind``: "req", "prefix" (id, model_id), "cache" (id = cache id), "blocks" (model_id)."""
+
+    kind: str
+    id: int = 0
+    model_id: int = 0
+    batch_index: int = 0
+
+
+class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A cache as its owner describes it to a peer."""
+
+    cache_id: int
+    is_blocks: bool
+    num_tensors: int
+    dim0: int
+    stride_nbytes: int
+    word: Word
+    keys: tuple[KeyRef, ...] = ()
+
+
+class Resolve(Message, frozen=True, kw_only=True):
+    """Mode A: find this key and hold the cache for me. Answered by Grant or Done."""
+
+    id: int
+    key: KeyRef
+    time_left_ms: int
+
+
+class Grant(Message, frozen=True, kw_only=True):
+    """A lease. Attachment 0: tensor addresses, uint64 (empty unless the reader is one-sided)."""
+
+    id: int
+    lease_id: int
+    lease: Word
+    entry: CacheEntry
+    batch_index: int = 0
+
+
+class Release(Message, frozen=True, kw_only=True):
+    """The reader is done with a lease; ``ok``: every byte arrived. ``tensors``: [first, stop) it read."""
+
+    lease_id: int
+    ok: bool
+    first_tensor: int = 0
+    tensor_stop: int = 0
+    nbytes: int = 0
+
+
+class Lookup(Message, frozen=True, kw_only=True):
+    """Mode B: a key that is not in my copy of your table. Answered by Found or Done."""
+
+    id: int
+    key: KeyRef
+
+
+class Found(Message, frozen=True, kw_only=True):
+    """Answer to Lookup. Attachment 0 as in Grant."""
+
+    id: int
+    entry: CacheEntry
+    batch_index: int = 0
+
+
+class Announce(Message, frozen=True, kw_only=True):
+    """Mode B: these caches are in my table. Attachment i: addresses of entry i (as in Grant)."""
+
+    entries: tuple[CacheEntry, ...]
+
+
+class Withdraw(Message, frozen=True, kw_only=True):
+    """Mode B: these caches have left my table."""
+
+    cache_ids: tuple[int, ...]
+
+
+# ---- pushes --------------------------------------------------------------------------------------------
+
+
+class Offer(Message, frozen=True, kw_only=True):
+    """A push, or a layer-wise task for one peer: what may be read of the sender, and where it shall go.
+
+    Not answered: each PartReady of it is. Attachments: 0 source tensor addresses (empty unless the reader is
+    one-sided), 1 source block indices, 2 destination block indices, 3 raw destination addresses (empty:
+    by ``target``); all uint64. Layer ranges are [start, stop) in layers; None = all tensors.
+
+    Attributes:
+        kind: "cache", "blocks" or "layers": which rules of the contract apply.
+        source_batch: Source slot when there are no source blocks.
+        unit_nbytes: Bytes between two destination blocks ("layers" only; 0 = the source's block bytes).
+        part_tensors: Tensors that each part moves; parts come in order.
+        notify: Name and message that go into the destination's queue once its data is there.
+    """
+
+    id: int
+    kind: str
+    source: CacheEntry
+    source_batch: int = 0
+    target: KeyRef | None = None
+    src_layers: tuple[int, int] | None = None
+    dst_layers: tuple[int, int] | None = None
+    tensors_per_layer: int = 2
+    unit_nbytes: int = 0
+    part_tensors: int
+    notify: tuple[str, bytes] | None = None
+
+
+class PartReady(Message, frozen=True, kw_only=True):
+    """Part ``part`` of an offer may be read now, while ``lease`` holds. Answered by Done."""
+
+    id: int
+    offer_id: int
+    part: int
+    lease_id: int
+    lease: Word
+    time_left_ms: int
+
+
+class EndOffer(Message, frozen=True, kw_only=True):
+    """No more parts: forget the offer, stop what runs of it."""
+
+    offer_id: int
+
+
+# ---- notifications -------------------------------------------------------------------------------------
+
+
+class Notify(Message, frozen=True, kw_only=True):
+    """A notification for the peer's queue. Answered by Done once it is there, or by its refusal."""
+
+    id: int
+    name: str
+    message: bytes
+
+
+class EndNotify(Message, frozen=True, kw_only=True):
+    """The sender of that Notify has given up: it must not reach the queue, if it is not there already."""
+
+    notify_id: int
+
+
+# ---- data connections ----------------------------------------------------------------------------------
+
+
+class NeedConnections(Message, frozen=True, kw_only=True):
+    """Please dial this many data connections on which I may read."""
+
+    count: int
+
+
+class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The selector of a read that the owner serves: lease or generation, and the part of the cache.
+
+    Followed by the indices, uint32 or uint64 by ``index_nbytes``.
+    """
+
+    cache_id: int
+    generation: int
+    lease_id: int = 0
+    lease_value: int = 0
+    first_tensor: int
+    tensor_count: int
+    unit_nbytes: int
+    row_nbytes: int
+    index_nbytes: int = 8
+
+
+AnyMessage = (
+    Hello | Welcome | Confirm | Established | Refused | DataHello
+    | Heartbeat | Ping | Pong | Bye | Unlink | Settle | Done
+    | Resolve | Grant | Release | Lookup | Found | Announce | Withdraw
+    | Offer | PartReady | EndOffer | Notify | EndNotify | NeedConnections
+)  # fmt: skip
