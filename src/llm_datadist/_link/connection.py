@@ -1,0 +1,319 @@
+"""One control connection: a socket, its session, and the bytes that wait to be sent.
+
+Invariants: frames leave whole and in the order in which they were posted, whoever posts; ``on_closed`` of
+the owner is called exactly once, unless the socket was handed over; a peer that does not read costs at most
+``OUTBOX_LIMIT``. The socket is closed under the lock under which it is written, so that no other thread
+writes to a descriptor that has become someone else's.
+Threads: ``post``, ``flush``, ``note_alive``, ``call_soon``, ``on_control_thread`` from any; the rest on the
+control thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Protocol
+
+from llm_datadist._link.link import Link
+from llm_datadist._link.loop import ControlLoop, TimerHandle
+from llm_datadist._link.seam import Address
+from llm_datadist._wire.framing import Buffer
+from llm_datadist._wire.session import Closed, ConfirmIn, Event, HelloIn, Session, State, WelcomeIn
+
+OUTBOX_LIMIT = 256 << 20  # a peer that lets so much pile up does not read; four frames of the largest size
+WRITE_TURN_NBYTES = 4 << 20  # at one go, so that one link cannot hold up the others
+READ_TURN_NBYTES = 1 << 20
+RECV_NBYTES = 64 << 10
+DRAIN_CALLS = 64  # reads before the last words; a peer that floods us may miss them
+CHUNKS_PER_CALL = 256  # under IOV_MAX (1024)
+
+_log = logging.getLogger("llm_datadist.link")
+_ASKS_US = (HelloIn, WelcomeIn, ConfirmIn)  # events that need a decision of ours
+
+
+class ConnectionOwner(Protocol):
+    """What a connection reports to. Called on the control thread."""
+
+    def on_event(self, conn: Connection, event: Event) -> None:
+        """Any event of the session but Closed."""
+
+    def on_closed(self, conn: Connection, reason: str, *, error: bool) -> None:
+        """The connection is gone. ``error``: the peer broke the protocol."""
+
+
+class Connection:
+    """The carrier of a link, from the first byte of the handshake on.
+
+    Attributes:
+        number: Its name in the table.
+        session: The protocol.
+        link: Once it is up.
+        peer_address: Text, for people.
+        dialled_address: What was dialled, numeric; None if we were.
+        ticket: Of the dial it was made for; None if we were dialled.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        loop: ControlLoop,
+        sock: socket.socket,
+        session: Session,
+        owner: ConnectionOwner,
+        mark_dirty: Callable[[Connection], None],
+        *,
+        peer_address: str,
+        dialled_address: Address | None = None,
+        ticket: int | None = None,
+    ) -> None:
+        self.number = number
+        self.session = session
+        self.link: Link | None = None
+        self.peer_address = peer_address
+        self.dialled_address = dialled_address
+        self.ticket = ticket
+        self._loop = loop
+        self._sock = sock
+        self._owner = owner
+        self._mark_dirty = mark_dirty
+        self._lock = threading.Lock()
+        self._outbox: deque[Buffer] = deque()
+        self._outbox_nbytes = 0
+        self._closed = False
+        self._wants_write = False
+        self._failing = False
+        self._corked = False
+        self._dirty = False
+        self._alive_at = 0.0
+        self._timer: TimerHandle | None = None
+        self._timer_at = float("inf")
+
+    @property
+    def closed(self) -> bool:
+        """Whether the socket is gone."""
+        return self._closed
+
+    def open(self) -> None:
+        """Begins to listen to the peer, and says what the session says first."""
+        self._loop.register(self._sock, selectors.EVENT_READ, self._on_ready)
+        self._pump()
+
+    # ---- any thread --------------------------------------------------------------------------------
+
+    def post(self, chunks: Sequence[Buffer]) -> None:
+        """See ``link.Carrier``."""
+        nbytes = sum(map(len, chunks))
+        with self._lock:
+            if self._closed or self._failing:
+                return
+            if self._outbox_nbytes + nbytes <= OUTBOX_LIMIT:
+                self._outbox.extend(chunks)
+                self._outbox_nbytes += nbytes
+                overflow = False
+                news, self._dirty = not self._dirty, True
+            else:
+                self._failing, overflow, news = True, True, False
+        if overflow:
+            self._loop.call_soon(lambda: self.close(f"the peer does not read: {OUTBOX_LIMIT >> 20} MiB wait"))
+        if news:
+            self._mark_dirty(self)
+
+    def flush(self) -> None:
+        """See ``link.Carrier``."""
+        failure: OSError | None = None
+        with self._lock:
+            if self._closed or self._failing or self._corked:
+                return
+            try:
+                drained = self._write()
+            except OSError as error:
+                failure, drained, self._failing = error, True, True
+            ask = not drained and not self._wants_write
+            if ask:
+                self._wants_write = True
+        if failure is not None:
+            self._loop.call_soon(lambda: self._after_write_failure(failure))
+        elif ask:
+            self._loop.call_soon(self._watch)
+
+    def flush_posted(self) -> None:
+        """``flush`` for what ``mark_dirty`` announced; it will be announced anew."""
+        self._dirty = False
+        self.flush()
+
+    def note_alive(self) -> None:
+        """See ``link.Carrier``."""
+        self._alive_at = time.monotonic()
+
+    def call_soon(self, fn: Callable[[], None]) -> None:
+        """See ``link.Carrier``."""
+        self._loop.call_soon(fn)
+
+    def on_control_thread(self) -> bool:
+        """See ``link.Carrier``."""
+        return self._loop.on_thread()
+
+    def _write(self) -> bool:
+        """Under the lock: True when nothing is left."""
+        budget = WRITE_TURN_NBYTES
+        while self._outbox and budget > 0:
+            try:
+                chunks = list(islice(self._outbox, CHUNKS_PER_CALL))
+                sent = self._sock.sendmsg(chunks, (), socket.MSG_NOSIGNAL)
+            except (BlockingIOError, InterruptedError):
+                return False
+            budget -= sent
+            self._outbox_nbytes -= sent
+            while sent:
+                head = self._outbox.popleft()
+                if sent < len(head):
+                    self._outbox.appendleft(memoryview(head)[sent:])
+                    break
+                sent -= len(head)
+        return not self._outbox
+
+    # ---- control thread ----------------------------------------------------------------------------
+
+    def _on_ready(self, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._wants_write = False
+            self.flush()
+            if not self._wants_write:
+                self._watch()
+        if events & selectors.EVENT_READ and not self._closed:
+            self._read()
+
+    def _watch(self) -> None:
+        if not self._closed:
+            write = selectors.EVENT_WRITE if self._wants_write else 0
+            self._loop.register(self._sock, selectors.EVENT_READ | write, self._on_ready)
+
+    def _read(self) -> None:
+        budget = READ_TURN_NBYTES
+        while budget > 0 and not self._closed:
+            try:
+                data = self._sock.recv(RECV_NBYTES)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self.close(f"the connection failed: {error.strerror or error}")
+                return
+            if not data:
+                self.close("the peer closed the connection")
+                return
+            budget -= len(data)
+            self._handle(self.session.receive(data, time.monotonic()))
+            if len(data) < RECV_NBYTES:
+                return  # that was all; the end of the stream, if it is there, wakes us again
+
+    def _handle(self, events: list[Event]) -> None:
+        try:
+            for event in events:
+                if self._closed:
+                    return
+                if isinstance(event, Closed):
+                    self.close(event.reason, error=event.error)
+                elif not (isinstance(event, _ASKS_US) and self.session.state is State.CLOSED):
+                    self._owner.on_event(self, event)
+        except Exception:
+            _log.exception("an event of the connection with %s could not be handled", self.peer_address)
+            self.close("an internal error of this side")
+        self._pump()
+
+    def _pump(self) -> None:
+        """Sends what the session has to say and keeps its timer set."""
+        if self._closed:
+            return
+        out = self.session.outgoing()
+        if out:
+            self.post(out)
+            self.flush()
+        due = self.session.get_timer()
+        if due is not None and due < self._timer_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_at = due
+            self._timer = self._loop.call_at(due, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at = None, float("inf")
+        if self._closed:
+            return
+        events = self.session.note_alive(self._alive_at) if self._alive_at > self.session.last_alive else []
+        self._handle(events + self.session.on_timer(self._loop.polled_at))
+
+    def _after_write_failure(self, error: OSError | None) -> None:
+        if not self._closed:
+            self._read()  # its last words, a Bye or a Refused, may lie there
+        self.close(f"the connection failed: {error}")
+
+    def say(self) -> None:
+        """Sends what a decision made the session say."""
+        self._pump()
+
+    def cork(self) -> None:
+        """Queues what the session says and holds everything back until ``uncork``."""
+        self._corked = True
+        self.post(self.session.outgoing())
+
+    def uncork(self) -> None:
+        """Sends what was held back."""
+        self._corked = False
+        self._pump()
+        self.flush()
+
+    def peer_has_closed(self) -> bool:
+        """Whether the end of the stream is the next thing to be read."""
+        try:
+            return not self._sock.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            return True
+
+    def detach(self) -> socket.socket:
+        """Gives the socket away; nothing is reported any more."""
+        self._end()
+        return self._sock
+
+    def close(self, reason: str, *, error: bool = False) -> None:
+        """Ends the connection; what the session still says is sent as far as the socket takes it."""
+        if self._closed:
+            return
+        self._last_words()
+        self._end()
+        self._sock.close()
+        self._owner.on_closed(self, reason, error=error)
+
+    def _last_words(self) -> None:
+        out = self.session.outgoing()
+        if not out or self._failing:
+            return
+        self._corked = False
+        with contextlib.suppress(OSError):
+            for _ in range(DRAIN_CALLS):  # closing with unread bytes would send a reset instead
+                if not self._sock.recv(RECV_NBYTES):
+                    break
+        self.post(out)
+        self.flush()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._outbox.clear()
+            self._loop.unregister(self._sock)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def close_after_fork(self) -> None:
+        """In a forked child: closes the descriptor, takes no lock."""
+        if not self._closed:
+            self._closed = True
+            self._sock.close()

@@ -1,0 +1,393 @@
+"""Carries out what the table decides, and tells the table and the handler what happens. Control thread only.
+
+Strategy: events of connections go to the table, whose actions are worked off one by one; an action whose
+connection or dial has gone meanwhile is skipped. Invariants: ``prepare`` is followed by ``on_up`` or
+``discard``, ``on_up`` by ``on_down``, each once; a link is found by other threads only after ``on_up`` and
+until ``on_down``; Established leaves only after ``on_up`` of this side. A handler's exception costs the
+connection that it was about. Only ``link_of`` and ``links`` are for other threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llm_datadist._link import table as t
+from llm_datadist._link.connection import Connection
+from llm_datadist._link.dials import Dial, Dials
+from llm_datadist._link.link import Link, LinkLost
+from llm_datadist._link.loop import ControlLoop
+from llm_datadist._link.seam import Address, LinkHandler, Prepared, Unusable
+from llm_datadist._wire import messages as m
+from llm_datadist._wire import session as s
+from llm_datadist.status import LLMStatusCode, code_of
+
+PROBE_S = 1.0  # how long an old link may take to answer before it counts as gone
+PROBE_SHARE = 3  # and at most this part of the time that a dial has left
+
+_log = logging.getLogger("llm_datadist.link")
+
+
+@dataclass(slots=True)
+class _Handshake:
+    prepared: Prepared
+    token: bytes
+    wanted: _Wanted
+    peer_reads_by: str = ""
+
+
+class LinkDriver:
+    """The control thread's part of a LinkService."""
+
+    def __init__(
+        self,
+        mine: m.Identity,
+        retry_count: int,
+        handler: LinkHandler,
+        random_token: Callable[[], bytes],
+        loop: ControlLoop,
+    ) -> None:
+        self.mine = mine
+        self._handler = handler
+        self._random_token = random_token
+        self._loop = loop
+        self._table = t.LinkTable(mine, retry_count)
+        self._conns: dict[int, Connection] = {}
+        self._handshakes: dict[int, _Handshake] = {}
+        self.dials = Dials(loop, self._table, self._apply, self._open_dialled, self.link_of)
+        self._next_conn = 0
+        self._work: deque[t.Action] = deque()
+        self._working = False
+        self._dirty: deque[Connection] = deque()
+        self._lock = threading.Lock()
+        self._up: dict[int, Link] = {}
+
+    # ---- any thread --------------------------------------------------------------------------------
+
+    def link_of(self, cluster_id: int) -> Link | None:
+        """The link to that cluster, up or silent."""
+        with self._lock:
+            return self._up.get(cluster_id)
+
+    def links(self) -> list[Link]:
+        """All links, up or silent, by cluster id."""
+        with self._lock:
+            return [self._up[cluster_id] for cluster_id in sorted(self._up)]
+
+    # ---- from the service --------------------------------------------------------------------------
+
+    def accept(self, sock: socket.socket, peer_address: str) -> None:
+        """A connection came in."""
+        self._open(sock, s.Session(self.mine, time.monotonic()), peer_address)
+
+    def _open_dialled(self, sock: socket.socket, address: Address, ticket: int, dial: Dial) -> Connection:
+        hello = m.Hello(version=m.PROTOCOL_VERSION, target_id=dial.target.cluster_id, identity=self.mine)
+        session = s.Session(self.mine, time.monotonic(), hello=hello, handshake_ends_at=dial.deadline)
+        return self._open(sock, session, str(address), address, ticket)
+
+    def _open(
+        self,
+        sock: socket.socket,
+        session: s.Session,
+        peer_address: str,
+        dialled_address: Address | None = None,
+        ticket: int | None = None,
+    ) -> Connection:
+        self._next_conn += 1
+        conn = Connection(
+            self._next_conn, self._loop, sock, session, self, self._dirty.append,
+            peer_address=peer_address, dialled_address=dialled_address, ticket=ticket,
+        )  # fmt: skip
+        self._conns[conn.number] = conn
+        conn.open()
+        return conn
+
+    def drop(self, link: Link, reason: str, *, tell: bool) -> None:
+        """Takes a link down."""
+        for conn in list(self._conns.values()):
+            if conn.link is link:
+                if tell:
+                    conn.session.bye(reason)
+                conn.close(reason)
+
+    def stop(self, reason: str) -> None:
+        """Ends all dials, links and handshakes."""
+        self.dials.stop(reason)
+        for conn in list(self._conns.values()):
+            if conn.link is not None:
+                conn.session.bye(reason)
+            conn.close(reason)
+
+    def flush_posted(self) -> None:
+        """Writes what was posted without a flush; once per turn of the loop."""
+        for _ in range(len(self._dirty)):
+            self._dirty.popleft().flush_posted()
+
+    def forgive(self, seconds: float) -> None:
+        """The loop was held up: peers get that time to be heard."""
+        for conn in self._conns.values():
+            conn.session.forgive(seconds)
+
+    def close_after_fork(self) -> None:
+        """In a forked child: closes descriptors, nothing else."""
+        for conn in list(self._conns.values()):
+            conn.close_after_fork()
+        self.dials.close_after_fork()
+
+    # ---- what connections report ---------------------------------------------------------------------
+
+    def on_event(self, conn: Connection, event: s.Event) -> None:
+        """See ``connection.ConnectionOwner``."""
+        match event:
+            case s.MessageIn(frame) if conn.link is not None:
+                self._handler.on_message(conn.link, frame)
+            case s.AnswerIn(message_id, frame) if conn.link is not None:
+                if not conn.link.answer(message_id, frame) and not isinstance(frame.message, m.Pong):
+                    self._handler.on_message(conn.link, frame)
+            case s.LivenessIn(silent) if conn.link is not None:
+                conn.link.set_silent(silent)
+            case _:
+                self._on_handshake(conn, event)
+
+    def _on_handshake(self, conn: Connection, event: s.Event) -> None:
+        match event:
+            case s.HelloIn(hello):
+                self._apply(self._table.hello(conn.number, hello))
+            case s.DataIn(hello, leftover):
+                self._hand_over(conn, hello, leftover)
+            case s.WelcomeIn(welcome):
+                self._on_welcome(conn, welcome)
+            case s.ConfirmIn(confirm):
+                self._handshakes[conn.number].peer_reads_by = confirm.reads_by
+                self._commit(conn, lambda: self._table.confirmed(conn.number))
+            case s.EstablishedIn() if conn.ticket is not None and conn.session.peer is not None:
+                ticket, peer = conn.ticket, conn.session.peer
+                self._commit(conn, lambda: self._table.established(ticket, conn.number, peer))
+            case s.RefusedIn(refused):
+                self._on_refused(conn, refused)
+
+    def _commit(self, conn: Connection, decide: Callable[[], Sequence[t.Action]]) -> None:
+        if conn.peer_has_closed():  # it has given up since: its next attempt must find no trace of this one
+            conn.close("the peer gave up the handshake")
+        else:
+            self._apply(decide())
+
+    def _hand_over(self, conn: Connection, hello: m.DataHello, leftover: bytes) -> None:
+        del self._conns[conn.number]
+        sock = conn.detach()
+        try:
+            self._handler.on_data_socket(sock, hello, leftover)
+        except Exception:
+            sock.close()
+            _log.exception("a data connection from %s could not be taken over", conn.peer_address)
+
+    def _on_welcome(self, conn: Connection, welcome: m.Welcome) -> None:
+        ticket = conn.ticket
+        if ticket is None:
+            return
+        wrong = self._table.check_welcome(ticket, welcome.identity)
+        if wrong is None:
+            result = self._prepare(conn, welcome.link_token)
+            if isinstance(result, Prepared):
+                self._handshakes[conn.number].peer_reads_by = welcome.reads_by
+                self._apply(self._table.welcomed(ticket, conn.number))
+                return
+            wrong = code_of(result.code), result.text
+        self._refuse(conn, t.Refuse(conn.number, *wrong))
+        self._apply(self._table.refused(ticket, *wrong, ""))
+
+    def _on_refused(self, conn: Connection, refused: m.Refused) -> None:
+        text = refused.text[: s.TEXT_LIMIT]
+        ticket, conn.ticket = conn.ticket, None
+        if ticket is None and refused.kind != t.ALREADY:
+            _log.warning("the peer at %s gave up the handshake: %s", conn.peer_address, text)
+        conn.close(f"refused: {text}")
+        if ticket is not None:
+            self._apply(self._table.refused(ticket, code_of(refused.code), text, refused.kind))
+
+    def on_closed(self, conn: Connection, reason: str, *, error: bool) -> None:
+        """See ``connection.ConnectionOwner``."""
+        self._conns.pop(conn.number, None)
+        handshake = self._handshakes.pop(conn.number, None)
+        if error and (conn.ticket is None or conn.link is not None):  # else the dial's failure says it
+            _log.warning("closed the connection of %s: it broke the protocol: %s", conn.peer_address, reason)
+        self._table.closed(conn.number)
+        if conn.link is not None:
+            self._take_down(conn.link, reason)
+        elif handshake is not None:
+            self._guard("discard", functools.partial(self._handler.discard, handshake.prepared))
+        if conn.link is None and conn.ticket is not None:
+            self.dials.failed(conn.ticket, f"{conn.peer_address}: {reason}")
+
+    def _take_down(self, link: Link, reason: str) -> None:
+        with self._lock:
+            if self._up.get(link.cluster_id) is link:
+                del self._up[link.cluster_id]
+        if link.set_down(reason):
+            _log.info("link to cluster %d at %s is down: %s", link.cluster_id, link.address, reason)
+            self._guard("on_down", functools.partial(self._handler.on_down, link, reason))
+
+    # ---- actions of the table ------------------------------------------------------------------------
+
+    def _apply(self, actions: Sequence[t.Action]) -> None:
+        self._work.extend(actions)
+        if self._working:
+            return
+        self._working = True
+        try:
+            while self._work:
+                self._carry_out(self._work.popleft())
+        finally:
+            self._working = False
+
+    def _carry_out(self, action: t.Action) -> None:
+        match action:
+            case t.Connect() | t.Retry() | t.Abandon() | t.Finish():
+                self.dials.carry_out(action)
+            case t.Probe():
+                self._probe(action)
+            case _:
+                conn = self._conns.get(action.conn)
+                if conn is not None:
+                    self._carry_out_on(conn, action)
+
+    def _carry_out_on(
+        self, conn: Connection, action: t.Accept | t.Confirm | t.Establish | t.Refuse | t.Drop
+    ) -> None:
+        match action:
+            case t.Accept():
+                self._accept(conn)
+            case t.Confirm():
+                conn.session.confirm(self._handshakes[conn.number].prepared.reads_by)
+                conn.say()
+            case t.Establish(_, hidden):
+                self._establish(conn, hidden)
+            case t.Refuse():
+                self._refuse(conn, action)
+            case t.Drop(_, reason):
+                conn.close(reason)
+
+    def _probe(self, action: t.Probe) -> None:
+        now = time.monotonic()
+        limit_s = PROBE_S
+        if action.ticket is not None:
+            limit_s = min(limit_s, (self.dials.deadline_of(action.ticket) - now) / PROBE_SHARE)
+        conn = self._conns.get(action.conn)
+        try:
+            if conn is None or conn.link is None:
+                raise LinkLost("gone")
+            pending = conn.link.call(m.Ping(id=conn.link.next_id()))
+        except LinkLost:
+            self._apply(self._table.probe_done(action.probe, False))
+            return
+        self._loop.call_at(now + limit_s, pending.give_up)
+        pending.add_done_callback(
+            lambda ended: self._apply(self._table.probe_done(action.probe, ended.answered))
+        )
+
+    def _accept(self, conn: Connection) -> None:
+        token = self._random_token()
+        result = self._prepare(conn, token)
+        if isinstance(result, Prepared):
+            conn.session.welcome(token, result.reads_by)
+            conn.say()
+        else:
+            self._refuse(conn, t.Refuse(conn.number, code_of(result.code), result.text))
+
+    def _prepare(self, conn: Connection, token: bytes) -> Prepared | Unusable:
+        peer = conn.session.peer
+        if peer is None:
+            return Unusable(LLMStatusCode.LLM_FAILED, "no identity")
+        wanted = _Wanted(self._loop, conn)
+        try:
+            result = self._handler.prepare(peer, token, conn.dialled_address, wanted.ask)
+        except Exception as error:
+            _log.exception("the link with cluster %d cannot be prepared", peer.cluster_id)
+            return Unusable(LLMStatusCode.LLM_FAILED, f"an internal error: {type(error).__name__}")
+        if isinstance(result, Prepared):
+            self._handshakes[conn.number] = _Handshake(result, token, wanted)
+        return result
+
+    def _establish(self, conn: Connection, hidden: bool) -> None:
+        handshake, peer = self._handshakes.pop(conn.number), conn.session.peer
+        if peer is None:
+            return
+        if conn.dialled_address is None:
+            conn.session.establish(time.monotonic())
+        conn.cork()
+        link = conn.link = Link(
+            conn,
+            peer,
+            handshake.token,
+            address=conn.peer_address,
+            dialled_address=conn.dialled_address,
+            is_self=peer.instance == self.mine.instance,
+            reads_by=handshake.prepared.reads_by,
+            peer_reads_by=handshake.peer_reads_by,
+            context=handshake.prepared.context,
+            since=time.time(),
+        )
+        if not self._guard("on_up", functools.partial(self._handler.on_up, link)):
+            conn.close("an internal error of this side")
+            return
+        if not hidden and not conn.closed:
+            with self._lock:
+                self._up[link.cluster_id] = link
+            self.dials.errors.pop(link.cluster_id, None)
+            told = f", which listens at {peer.listens_at[:300]!r}," if peer.listens_at else ""
+            _log.info("link to cluster %d at %s%s is up", link.cluster_id, link.address, told)
+        handshake.wanted.link_is_up(link)
+        conn.uncork()
+
+    def _refuse(self, conn: Connection, refusal: t.Refuse) -> None:
+        if conn.ticket is None and refusal.kind != t.ALREADY:
+            _log.warning("refused the link that %s asked for: %s", conn.peer_address, refusal.text)
+        conn.ticket = None
+        conn.session.refuse(refusal.code, refusal.text, refusal.kind)
+        conn.close(f"refused: {refusal.text}")
+
+    def _guard(self, what: str, fn: Callable[[], None]) -> bool:
+        try:
+            fn()
+        except Exception:
+            _log.exception("%s of the engine failed", what)
+            return False
+        return True
+
+
+class _Wanted:
+    """Passes on a transport's wish for connections; one made before the link is up waits for that."""
+
+    def __init__(self, loop: ControlLoop, conn: Connection) -> None:
+        self._loop = loop
+        self._conn = conn
+        self._count = 0
+
+    def ask(self, count: int) -> None:
+        """Any thread."""
+        if self._conn.link is None:
+            self._loop.call_soon(lambda: self._add(count))
+        else:
+            self._send(self._conn.link, count)
+
+    def link_is_up(self, link: Link) -> None:
+        """Control thread."""
+        count, self._count = self._count, 0
+        if count:
+            self._send(link, count)
+
+    def _add(self, count: int) -> None:
+        self._count += count
+        if self._conn.link is not None:
+            self.link_is_up(self._conn.link)
+
+    def _send(self, link: Link, count: int) -> None:
+        with contextlib.suppress(LinkLost):
+            link.send(m.NeedConnections(count=count))

@@ -1,0 +1,240 @@
+"""The control thread: sockets, timers and functions of other threads, one at a time.
+
+Strategy: timers due at the instant *before* a poll run after what that poll found. So whatever had arrived
+before a timer is due is handled before it, also when this process was stopped or starved meanwhile; a peer
+is never judged by bytes that nobody read. The time by which a turn came late is told to ``on_late``.
+Invariants: no callback's exception ends the thread; no waiting without the selector.
+Threads: ``call_soon``, ``call_at``, ``cancel`` and ``stop`` from any; the rest on the control thread (or
+before ``start``).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+LATE_S = 0.25  # a turn that comes later than this was held up: by a stop, by the GIL, by the machine
+ERROR_PAUSE_S = 0.05  # between turns when the selector itself fails, so that a fault is not a spin
+MIN_PURGE = 64  # cancelled timers that may stay in the heap before it is rebuilt
+
+_log = logging.getLogger("llm_datadist.link")
+
+
+class TimerHandle:
+    """A timer that can be cancelled, from any thread."""
+
+    __slots__ = ("_fn", "_loop")
+
+    def __init__(self, loop: ControlLoop, fn: Callable[[], None]) -> None:
+        self._loop = loop
+        self._fn: Callable[[], None] | None = fn
+
+    def cancel(self) -> None:
+        """It will not run any more. Idempotent."""
+        if self._fn is not None:
+            self._fn = None
+            self._loop.forget_cancelled()
+
+    def take(self) -> Callable[[], None] | None:
+        """What is to run, once; None when cancelled. For the loop alone."""
+        fn, self._fn = self._fn, None
+        return fn
+
+    @property
+    def live(self) -> bool:
+        """Whether it is still to run."""
+        return self._fn is not None
+
+
+class ControlLoop:
+    """One daemon thread with a selector, a timer heap and a queue of calls.
+
+    Attributes:
+        polled_at: An instant before the last poll: what had arrived by then has been handled. The clock by
+            which timers are run and peers are judged; now may be much later.
+        before_wait: Called before each wait.
+        on_late: Called with the seconds by which a turn came late.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._selector: selectors.BaseSelector
+        self._wake_fd = -1
+        self._lock = threading.Lock()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, int, TimerHandle]] = []
+        self._order = itertools.count()
+        self._cancelled = 0
+        self._woken = False
+        self._ending = False
+        self._closed = True
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.polled_at = 0.0
+        self.before_wait: Callable[[], None] = lambda: None
+        self.on_late: Callable[[float], None] = lambda seconds: None
+
+    def open(self) -> None:
+        """Takes its descriptors; then sockets can be registered."""
+        self._selector = selectors.DefaultSelector()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._on_wake)
+        self._closed = False
+
+    # ---- any thread --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    @property
+    def started(self) -> bool:
+        """Whether the thread has been started."""
+        return self._thread.ident is not None
+
+    def on_thread(self) -> bool:
+        """Whether the caller is the control thread."""
+        return threading.get_ident() == self._thread.ident
+
+    def call_soon(self, fn: Callable[[], None]) -> bool:
+        """Runs ``fn`` on the control thread; False when it has ended and never will."""
+        with self._lock:
+            if self._ending:
+                return False
+            self._calls.append(fn)
+            self._wake()
+        return True
+
+    def call_at(self, when: float, fn: Callable[[], None]) -> TimerHandle:
+        """Runs ``fn`` on the control thread at an instant of ``time.monotonic()``."""
+        handle = TimerHandle(self, fn)
+        with self._lock:
+            heapq.heappush(self._timers, (when, next(self._order), handle))
+            if self._timers[0][2] is handle:
+                self._wake()
+        return handle
+
+    def forget_cancelled(self) -> None:
+        """A timer was cancelled: once they are the most, they leave the heap."""
+        with self._lock:
+            self._cancelled += 1
+            if self._cancelled >= MIN_PURGE and self._cancelled * 2 > len(self._timers):
+                self._timers = [entry for entry in self._timers if entry[2].live]
+                heapq.heapify(self._timers)
+                self._cancelled = 0
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread after the calls queued so far, and frees its descriptors. Idempotent."""
+        with self._lock:
+            self._ending = True
+            self._wake()
+        if self._thread.ident is None:
+            self._close()
+        elif not self.on_thread():
+            self._thread.join(timeout_s)
+
+    def close_after_fork(self) -> None:
+        """In a forked child, where the thread does not exist: closes the descriptors, touches no lock."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._wake_fd)
+            self._selector.close()  # close(2) alone; unregistering would act on the parent
+
+    def _wake(self) -> None:
+        if not self._woken and not self._closed and not self.on_thread():
+            self._woken = True
+            os.eventfd_write(self._wake_fd, 1)
+
+    # ---- control thread ----------------------------------------------------------------------------
+
+    def register(self, sock: socket.socket, events: int, fn: Callable[[int], None]) -> None:
+        """Calls ``fn(ready events)`` whenever ``sock`` is ready; again with other events: replaced."""
+        if sock in self._selector.get_map():
+            self._selector.modify(sock, events, fn)
+        else:
+            self._selector.register(sock, events, fn)
+
+    def unregister(self, sock: socket.socket) -> None:
+        """Ends ``register``; before the socket is closed. Idempotent."""
+        try:
+            self._selector.unregister(sock)
+        except (KeyError, ValueError):
+            return
+
+    def _run(self) -> None:
+        due_by = time.monotonic()
+        while not self._ending or self._calls:
+            before = self.polled_at = time.monotonic()
+            if before - due_by > LATE_S:
+                self._guard(lambda late=before - due_by: self.on_late(late))  # type: ignore[misc]
+            self._guard(self.before_wait)
+            wait_s = self._next_wait(before)
+            due_by = before if wait_s is None else before + wait_s
+            if not self._poll(wait_s):
+                continue
+            if wait_s is None:
+                due_by = time.monotonic()
+            self._run_calls()
+            self._run_timers(before)
+        self._close()
+
+    def _next_wait(self, now: float) -> float | None:
+        with self._lock:
+            while self._timers and not self._timers[0][2].live:
+                heapq.heappop(self._timers)
+                self._cancelled = max(0, self._cancelled - 1)
+            if self._calls or self._ending:
+                return 0.0
+            return max(0.0, self._timers[0][0] - now) if self._timers else None
+
+    def _poll(self, wait_s: float | None) -> bool:
+        try:
+            ready = self._selector.select(wait_s)
+        except Exception:
+            _log.exception("the selector of the control thread failed")
+            time.sleep(ERROR_PAUSE_S)
+            return False
+        for key, events in ready:
+            if self._selector.get_map().get(key.fd) == key:  # an earlier callback may have closed it
+                self._guard(lambda key=key, events=events: key.data(events))  # type: ignore[misc]
+        return True
+
+    def _on_wake(self, events: int) -> None:
+        with self._lock:
+            self._woken = False
+            os.eventfd_read(self._wake_fd)
+
+    def _run_calls(self) -> None:
+        for _ in range(len(self._calls)):  # those that came meanwhile wait for the next turn
+            self._guard(self._calls.popleft())
+
+    def _run_timers(self, now: float) -> None:
+        while True:
+            with self._lock:
+                if not self._timers or self._timers[0][0] > now:
+                    return
+                fn = heapq.heappop(self._timers)[2].take()
+                if fn is None:
+                    self._cancelled = max(0, self._cancelled - 1)
+            if fn is not None:
+                self._guard(fn)
+
+    def _guard(self, fn: Callable[[], None]) -> None:
+        try:
+            fn()
+        except Exception:
+            _log.exception("a callback on the control thread failed; the thread goes on")
+
+    def _close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._selector.close()
+            os.close(self._wake_fd)

@@ -1,0 +1,87 @@
+"""The seam between the control plane and the engine: what the links tell it and ask it.
+
+Thread rule: every method of ``LinkHandler`` is called on the control thread and must not block.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from llm_datadist._wire.messages import DataHello, Identity
+
+if TYPE_CHECKING:
+    from llm_datadist._link.link import Link
+    from llm_datadist._wire.framing import Frame
+
+DataSocket: TypeAlias = socket.socket
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to listen or to dial: a host (name, IPv4, IPv6 without brackets) and a port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One cluster to dial."""
+
+    cluster_id: int
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The engine can read that peer.
+
+    Attributes:
+        reads_by: Name of the transport chosen.
+        context: The engine's own, kept at ``Link.context``.
+    """
+
+    reads_by: str
+    context: object
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """The engine refuses that peer (mode, forced transport): code and text of the refusal."""
+
+    code: int
+    text: str
+
+
+class LinkHandler(Protocol):
+    """What the engine does for the control plane."""
+
+    def prepare(
+        self,
+        peer: Identity,
+        link_token: bytes,
+        address: Address | None,
+        ask_for_connections: Callable[[int], None],
+    ) -> Prepared | Unusable:
+        """Opens the channel to a peer in the handshake. ``address``: what we dialled, None if dialled."""
+
+    def discard(self, prepared: Prepared) -> None:
+        """The handshake failed after ``prepare``; no ``on_up`` will follow."""
+
+    def on_up(self, link: Link) -> None:
+        """The link is up; what is posted here is the first that the peer gets."""
+
+    def on_message(self, link: Link, frame: Frame) -> None:
+        """A message that no caller waits for: requests, announcements, late answers."""
+
+    def on_down(self, link: Link, reason: str) -> None:
+        """The link is gone (exactly once per ``on_up``)."""
+
+    def on_data_socket(self, sock: DataSocket, hello: DataHello, leftover: bytes) -> None:
+        """A data connection came in; the socket is the handler's now."""

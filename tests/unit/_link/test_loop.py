@@ -1,0 +1,162 @@
+"""The control thread: order of timers and sockets, late wake-ups, exceptions, the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from llm_datadist._link.loop import MIN_PURGE, ControlLoop
+
+
+@pytest.fixture
+def loop() -> Iterator[ControlLoop]:
+    made = ControlLoop("test-loop")
+    made.open()
+    made.start()
+    yield made
+    made.stop(2)
+
+
+def test_calls_run_in_order_on_the_thread(loop: ControlLoop) -> None:
+    order: list[object] = []
+    done = threading.Event()
+    for number in range(50):
+        loop.call_soon(lambda number=number: order.append(number))  # type: ignore[misc]
+    loop.call_soon(lambda: order.append(loop.on_thread()))
+    loop.call_soon(done.set)
+    assert done.wait(5) and order == [*range(50), True]
+    assert not loop.on_thread()
+
+
+def test_timers_run_by_time_and_can_be_cancelled(loop: ControlLoop) -> None:
+    order: list[str] = []
+    done = threading.Event()
+    now = time.monotonic()
+    loop.call_at(now + 0.06, done.set)
+    loop.call_at(now + 0.04, lambda: order.append("b"))
+    loop.call_at(now + 0.02, lambda: order.append("a"))
+    handle = loop.call_at(now + 0.03, lambda: order.append("never"))
+    handle.cancel()
+    handle.cancel()
+    assert done.wait(5) and order == ["a", "b"]
+    assert time.monotonic() - now >= 0.06
+
+
+def test_what_had_arrived_is_handled_before_a_timer_that_came_late(loop: ControlLoop) -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        order: list[str] = []
+        done = threading.Event()
+
+        def read(events: int) -> None:
+            left.recv(10)
+            order.append("data")
+
+        def held_up() -> None:
+            loop.call_at(time.monotonic() + 0.05, lambda: order.append("judged"))
+            loop.call_at(time.monotonic() + 0.06, done.set)
+            threading.Event().wait(0.2)  # the timer is overdue; meanwhile the data arrives
+            right.send(b"x")
+
+        loop.call_soon(lambda: loop.register(left, selectors.EVENT_READ, read))
+        loop.call_soon(held_up)
+        assert done.wait(5) and order == ["data", "judged"]
+        loop.call_soon(lambda: loop.unregister(left))
+
+
+def test_a_timer_knows_by_when_everything_was_read(loop: ControlLoop) -> None:
+    ages: list[float] = []
+    done = threading.Event()
+
+    def held_up() -> None:
+        loop.call_at(time.monotonic(), lambda: ages.append(time.monotonic() - loop.polled_at))
+        loop.call_soon(lambda: threading.Event().wait(0.2) and None)  # in the timer's own turn
+        loop.call_at(time.monotonic() + 0.01, done.set)
+
+    loop.call_soon(held_up)
+    assert done.wait(5) and ages[0] >= 0.2
+
+
+def test_a_late_turn_is_told(loop: ControlLoop) -> None:
+    told: list[float] = []
+    done = threading.Event()
+    loop.on_late = told.append
+    loop.call_soon(lambda: None)
+    loop.call_at(time.monotonic() + 0.01, lambda: threading.Event().wait(0.5) and None)
+    loop.call_at(time.monotonic() + 0.6, done.set)
+    assert done.wait(5)
+    assert len(told) == 1 and 0.4 <= told[0] < 1.0
+
+
+def test_an_idle_loop_is_never_late(loop: ControlLoop) -> None:
+    told: list[float] = []
+    loop.on_late = told.append
+    done = threading.Event()
+    done.wait(0.4)
+    loop.call_soon(done.set)
+    assert done.wait(5) and told == []
+
+
+def test_an_exception_does_not_end_the_thread(loop: ControlLoop, caplog: pytest.LogCaptureFixture) -> None:
+    done = threading.Event()
+    now = time.monotonic()
+    left, right = socket.socketpair()
+    with left, right:
+
+        def fail(events: int = 0) -> None:
+            loop.unregister(left)
+            raise ZeroDivisionError
+
+        right.send(b"x")
+        loop.call_soon(lambda: loop.register(left, selectors.EVENT_READ, fail))
+        loop.call_soon(fail)
+        loop.call_at(now + 0.02, fail)
+        loop.call_at(now + 0.04, done.set)
+        assert done.wait(5)
+    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) >= 2
+
+
+def test_an_idle_loop_sleeps(loop: ControlLoop) -> None:
+    turns: list[int] = []
+    loop.before_wait = lambda: turns.append(1)
+    threading.Event().wait(0.3)
+    assert len(turns) <= 1
+
+
+def test_cancelled_timers_do_not_pile_up(loop: ControlLoop) -> None:
+    for _ in range(20 * MIN_PURGE):
+        loop.call_at(time.monotonic() + 1000, lambda: None).cancel()
+    assert len(loop._timers) <= 2 * MIN_PURGE
+
+
+def test_stop_runs_what_was_queued_and_frees_the_descriptors() -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    loop = ControlLoop("test-loop")
+    loop.open()
+    loop.start()
+    ran: list[int] = []
+    for number in range(10):
+        assert loop.call_soon(lambda number=number: ran.append(number))  # type: ignore[misc]
+    loop.stop(5)
+    loop.stop(5)
+    assert ran == [*range(10)]
+    assert not loop.call_soon(lambda: None)
+    loop.call_at(0, lambda: None)
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_a_loop_that_was_never_started_frees_its_descriptors() -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    loop = ControlLoop("test-loop")
+    loop.stop(1)
+    loop = ControlLoop("test-loop")
+    loop.open()
+    loop.stop(1)
+    assert len(os.listdir("/proc/self/fd")) == fds
