@@ -1,0 +1,80 @@
+"""Host memory: what is mapped, and how, without touching a page.
+
+Strategy: one reading of /proc/self/maps, neighbouring mappings joined, then a vectorised look-up.
+Invariant: a "no" is said only after a second reading, because the file is not a snapshot: a mapping that
+is split or merged by another thread meanwhile may be missing from one reading.
+Threads: all functions may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from llm_datadist._core.segments import U64
+
+_LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (..)", re.MULTILINE)
+_TOP = 1 << 64
+
+
+def first_unmapped(addresses: ArrayLike, nbytes: int) -> int | None:
+    """The first tensor that is not wholly mapped and readable.
+
+    Args:
+        addresses: (n,) addresses, uint64.
+        nbytes: Bytes of each tensor.
+
+    Returns:
+        Its index, or None when all are.
+    """
+    return _first_outside(addresses, nbytes, b"r", 0)
+
+
+def is_writable(address: int, nbytes: int) -> bool:
+    """Whether the whole of [address, address + nbytes) is mapped and may be written."""
+    return first_unwritable([address], nbytes) is None
+
+
+def first_unwritable(addresses: ArrayLike, nbytes: int) -> int | None:
+    """The first tensor that is not wholly mapped and writable; see :func:`first_unmapped`."""
+    return _first_outside(addresses, nbytes, b"w", 1)
+
+
+def _first_outside(addresses: ArrayLike, nbytes: int, right: bytes, column: int) -> int | None:
+    starts = np.atleast_1d(np.asarray(addresses, dtype=np.uint64))
+    if nbytes <= 0 or not len(starts):
+        return None
+    for _ in range(2):
+        outside = _outside(starts, nbytes, *_joined(right, column))
+        if not outside.any():
+            return None
+    return int(outside.argmax())
+
+
+def _outside(starts: U64, nbytes: int, low: U64, high: U64) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which of [start, start + nbytes) lie in none of the (sorted, disjoint) mappings [low, high)."""
+    if nbytes >= _TOP or not len(low):
+        return np.ones(len(starts), dtype=bool)
+    at = low.searchsorted(starts, side="right").astype(np.int64) - 1
+    room = np.where((at >= 0) & (starts < high[at]), high[at] - starts, np.uint64(0))
+    below: np.ndarray[tuple[int], np.dtype[np.bool_]] = room < np.uint64(nbytes)
+    return below
+
+
+def _joined(right: bytes, column: int) -> tuple[U64, U64]:
+    """Ascending [low, high) of the memory that has this right, as two columns."""
+    with open("/proc/self/maps", "rb") as file:
+        lines = _LINE.findall(file.read())
+    joined: list[list[int]] = []
+    for first, end, rights in lines:
+        if rights[column : column + 1] != right:
+            continue
+        low, high = int(first, 16), int(end, 16)
+        if joined and joined[-1][1] == low:
+            joined[-1][1] = high
+        else:
+            joined.append([low, high])
+    bounds = np.array(joined, dtype=np.uint64).reshape(-1, 2)
+    return bounds[:, 0], bounds[:, 1]

@@ -1,0 +1,140 @@
+"""Memory of a pool: a memfd mapped here, so that a peer on the same host can be given it.
+
+Pages are made by the system when first touched, and are zero then. A size that the machine does not have
+is refused here: touched later, it would end the process. A forked child sees zeros in its place, and keeps
+none of it alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_PROT_NONE = 0
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class PoolMemory:
+    """One mapping of ``nbytes`` at an address that is a multiple of ``alignment`` (a power of two).
+
+    Attributes:
+        address: Where it begins.
+        fd: The memfd behind it.
+
+    Raises:
+        MemoryError: The machine does not have so much; the text says how much it has.
+        OSError: The system refuses the mapping.
+    """
+
+    def __init__(self, nbytes: int, alignment: int) -> None:
+        available = available_nbytes()
+        if nbytes > available:
+            raise MemoryError(f"{nbytes} bytes are asked for, {available} are available on this machine")
+        self.nbytes = nbytes
+        self.address = 0
+        self.fd = os.memfd_create("llm-datadist-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, nbytes)
+            self.address = _reserve(nbytes, alignment)
+            _map(self.address, nbytes, _READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, self.fd)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unmaps it. Idempotent."""
+        if self.address:
+            _LIBC.munmap(self.address, self.nbytes)
+            self.address = 0
+        self.close_descriptor()
+
+    def close_descriptor(self) -> None:
+        """Closes the descriptor alone; the memory stays as long as it is mapped."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: puts private zeros in its place, so that nothing here can change or keep the pool."""
+        with contextlib.suppress(OSError):  # without memory for it the mapping stays; nothing of ours uses it
+            _map(self.address, self.nbytes, _READ_WRITE, _PRIVATE | _MAP_FIXED | _MAP_NORESERVE, -1)
+        self.close_descriptor()
+
+
+def available_nbytes(root: Path = Path("/")) -> int:
+    """Memory that this process could still take: by the system, and by its cgroups where they have limits.
+
+    Args:
+        root: Where /proc and /sys are, for tests.
+    """
+    known = _numbers(root / "proc/meminfo", ":", 1024)
+    found = [known.get("MemAvailable", 0) + known.get("SwapFree", 0)]
+    for folder, limit, usage in _cgroups(root):
+        try:
+            room = int((folder / limit).read_text()) - int((folder / usage).read_text())
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+        # The page cache of files counts as used, but gives way.
+        stat = _numbers(folder / "memory.stat", " ", 1)
+        found.append(max(0, room + stat.get("total_inactive_file", stat.get("inactive_file", 0))))
+    return min(found)
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """This process's cgroup and all above it (v2), or of the memory controller (v1)."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        path = Path(name.lstrip("/"))
+        for folder in dict.fromkeys((path, *path.parents)):
+            if not controllers:
+                yield root / "sys/fs/cgroup" / folder, "memory.max", "memory.current"
+            elif "memory" in controllers.split(","):
+                base = root / "sys/fs/cgroup/memory" / folder
+                yield base, "memory.limit_in_bytes", "memory.usage_in_bytes"
+
+
+def _numbers(path: Path, separator: str, unit: int) -> dict[str, int]:
+    """Lines of ``name<separator>number``."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(separator) for line in lines)
+    return {name: int(rest.split()[0]) * unit for name, _, rest in pairs if rest.split()[:1]}
+
+
+def _reserve(nbytes: int, alignment: int) -> int:
+    """Address space of ``nbytes`` at a multiple of ``alignment``; what surrounds it is given back."""
+    page = mmap.PAGESIZE
+    nbytes = -(-nbytes // page) * page
+    whole = nbytes + alignment
+    low = _map(None, whole, _PROT_NONE, _PRIVATE | _MAP_NORESERVE, -1)
+    address = -(-low // alignment) * alignment
+    for start, stop in ((low, address), (address + nbytes, low + -(-whole // page) * page)):
+        if stop > start:
+            _LIBC.munmap(start, stop - start)
+    return address
+
+
+def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    found: int | None = _LIBC.mmap(address, nbytes, protection, flags, fd, 0)
+    if found is None or found == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"mmap of {nbytes} bytes: {os.strerror(number)}")
+    return found

@@ -1,0 +1,1 @@
+"""Data movers behind one seam (``seam``): ``local``, ``tcp`` and the reference twin ``inproc``."""

@@ -1,0 +1,72 @@
+"""``process_vm_readv`` and its small print: the only place of the one-sided transports that calls into C.
+
+Invariant: a bad address, ours or the peer's, is an answer (EFAULT), never a signal.
+Threads: all functions may be called from any thread; the GIL is free during each call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from typing import Any
+
+from llm_datadist._core.segments import U64
+
+IOV_MAX = 1024  # UIO_MAXIOV: iovecs that the kernel takes per side of one call
+
+_PR_SET_PTRACER = 0x59616D61  # "Yama" in <linux/prctl.h>
+_PR_SET_PTRACER_ANY = -1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_readv: Any = _libc.process_vm_readv
+_readv.restype = ctypes.c_ssize_t
+_readv.argtypes = [
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+]
+_prctl: Any = _libc.prctl
+_prctl.restype = ctypes.c_int
+_prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
+
+_FourWords = ctypes.c_uint64 * 4
+
+
+def read_pairs(pid: int, destination: U64, source: U64) -> int:
+    """One call: from the source iovecs of ``pid`` to ours, until the shorter side is used up.
+
+    Args:
+        pid: Whose memory is read; our own is allowed.
+        destination: (n, 2) uint64 rows of (address, nbytes) here, n at most IOV_MAX.
+        source: The same there.
+
+    Returns:
+        Bytes copied, or minus an errno if there were none.
+    """
+    done: int = _readv(pid, destination.ctypes.data, len(destination), source.ctypes.data, len(source), 0)
+    return done if done >= 0 else -ctypes.get_errno()
+
+
+def read_one(pid: int, destination: int, source: int, nbytes: int) -> int:
+    """The same for one range: as little Python as there can be."""
+    words = _FourWords(destination, nbytes, source, nbytes)
+    at = ctypes.addressof(words)
+    done: int = _readv(pid, at, 1, at + 16, 1, 0)
+    return done if done >= 0 else -ctypes.get_errno()
+
+
+def can_write_byte(address: int) -> bool:
+    """Whether the kernel can store to our own ``address``: tried with the byte that is there.
+
+    Only for a byte that a read of ours was about to overwrite anyhow.
+    """
+    return read_one(os.getpid(), address, address, 1) != -errno.EFAULT
+
+
+def allow_any_tracer() -> None:
+    """Lets any process of the same user read this one under Yama's ptrace_scope 1; without Yama, nothing."""
+    _prctl(_PR_SET_PTRACER, ctypes.c_ulong(_PR_SET_PTRACER_ANY), 0, 0, 0)

@@ -1,0 +1,110 @@
+"""A small pool of threads that help a caller move bytes.
+
+Strategy: a caller offers its job to the pool and works on it itself; a job hands out its own pieces, so
+that a mover that comes late, or never, is not missed. Threads start when first needed.
+Invariants: nothing here spins; a withdrawn job is not started any more; ``close`` joins every thread.
+Threads: every method may be called from any thread except a mover's own (``close`` joins them).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+Job = Callable[[], None]
+
+# Beyond a few threads one process's copies only contend for the memory controllers; engines want the cores.
+MAX_THREADS = 8
+
+
+def default_mover_count(root: Path = Path("/")) -> int:
+    """Helpers beside the caller that this process may use: CPU affinity and cgroup quota, capped.
+
+    Args:
+        root: Where /proc and /sys are, for tests.
+    """
+    cpus = float(len(os.sched_getaffinity(0)))
+    for quota in _cgroup_cpus(root):
+        cpus = min(cpus, quota)
+    return max(0, min(int(cpus), MAX_THREADS) - 1)
+
+
+def _cgroup_cpus(root: Path) -> list[float]:
+    """CPU quotas of this process's cgroup and all above it (v2), or of its cpu controller (v1)."""
+    quotas = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        parents = [Path(path.lstrip("/")), *Path(path.lstrip("/")).parents]
+        if not controllers:
+            quotas += [_text(root / "sys/fs/cgroup" / p / "cpu.max").split() for p in parents]
+        elif "cpu" in controllers.split(","):
+            v1 = [root / "sys/fs/cgroup/cpu" / p for p in parents]
+            quotas += [
+                [_text(p / "cpu.cfs_quota_us").strip(), _text(p / "cpu.cfs_period_us").strip()] for p in v1
+            ]
+    return [int(q[0]) / int(q[1]) for q in quotas if len(q) == 2 and q[0].isdigit() and q[1].isdigit()]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+class Movers:
+    """At most ``count`` daemon threads; 0 means that callers move everything themselves."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._jobs: deque[Job] = deque()
+        self._wake = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def offer(self, job: Job, helpers: int) -> None:
+        """Lets up to ``helpers`` threads run ``job``, each once, as soon as they are free."""
+        with self._wake:
+            if self._closed:
+                return
+            self._jobs.extend([job] * min(helpers, self.count))
+            self._start_threads()
+            self._wake.notify(helpers)
+
+    def withdraw(self, job: Job) -> None:
+        """Forgets the offers of ``job`` that no thread has begun."""
+        with self._wake:
+            while job in self._jobs:
+                self._jobs.remove(job)
+
+    def close(self) -> None:
+        """Starts no further job and joins the threads. Idempotent."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+            threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.join()
+
+    def _start_threads(self) -> None:
+        while len(self._threads) < self.count:
+            thread = threading.Thread(target=self._run, name="llm_datadist-mover", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no thread left: callers move everything themselves
+                return
+            self._threads.append(thread)
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._jobs and not self._closed:
+                    self._wake.wait()
+                if self._closed:
+                    return
+                job = self._jobs.popleft()
+            job()
+            del job  # an idle thread must not keep a caller's plan alive

@@ -1,0 +1,126 @@
+"""The TCP transport: any two hosts, scatter/gather from and into the caller's memory.
+
+Strategy: the reader asks for a byte range of a stream that a selector names, the owner's serving thread
+answers in chunks. Connections come in through the engine's one listening port and are handed over here.
+Invariants: connections of a link that is not open are closed; all that arrives is checked before use.
+Threads: every method from any thread. One serving thread per transport, started on first use.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import ClassVar
+
+from llm_datadist.transports._sockets import tune
+from llm_datadist.transports.seam import PeerEndpoint, ReadSource, TransportCaps, TransportUnavailable
+from llm_datadist.transports.tcp_channel import TcpChannel
+from llm_datadist.transports.tcp_server import TcpServer, close_copy
+
+logger = logging.getLogger("llm_datadist.tcp")
+
+DEFAULT_CONNECTIONS = 8  # per link, opened on demand
+_MAX_STRIPES = 4  # one serving thread feeds them all
+
+
+class TcpTransport:
+    """Moves bytes over TCP; see ``seam.StreamTransport``.
+
+    Args:
+        source: What peers may read here.
+        first_frame: (link token, whether we read) -> the encoded first frame of a data connection.
+        connections: Most connections per link on which we read; 0 = the default.
+        stripes: Most connections over which one wide read is spread; 0 = by machine (1 on two CPUs).
+        clock: The time now, seconds of a monotonic clock.
+    """
+
+    name: ClassVar[str] = "tcp"
+    caps: ClassVar[TransportCaps] = TransportCaps(one_sided=False, same_host_only=False)
+
+    def __init__(
+        self,
+        source: ReadSource,
+        first_frame: Callable[[bytes, bool], bytes],
+        connections: int = 0,
+        stripes: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._first_frame = first_frame
+        self._limit = connections or DEFAULT_CONNECTIONS
+        self._stripes = min(self._limit, stripes or _stripes_by_machine())
+        self._clock = clock
+        self._server = TcpServer(source)
+        self._lock = threading.Lock()
+        self._channels: dict[tuple[bytes, bool], TcpChannel] = {}
+        self._closed = False
+
+    def endpoint(self) -> bytes:
+        """Nothing: the address is the link's."""
+        return b""
+
+    def open(self, peer: PeerEndpoint, *, deadline: float) -> TcpChannel:
+        """A channel to a peer. Does not block: the link itself shows that the peer can be reached.
+
+        Raises:
+            TransportUnavailable: The transport is closed, or has this link already.
+        """
+        channel = TcpChannel(
+            peer,
+            limit=self._limit,
+            stripes=self._stripes,
+            first_frame=self._first_frame,
+            server=self._server,
+            forget=self._forget,
+            clock=self._clock,
+        )
+        with self._lock:
+            if self._closed:
+                raise TransportUnavailable("tcp: the transport is closed")
+            if (channel.token, channel.dialled) in self._channels:
+                raise TransportUnavailable(f"tcp: the link to cluster {peer.cluster_id} is open already")
+            self._channels[channel.token, channel.dialled] = channel
+        return channel
+
+    def adopt(self, sock: socket.socket, link_token: bytes, peer_reads: bool, leftover: bytes) -> None:
+        """Takes over an accepted data connection; see the seam."""
+        with self._lock:
+            channel = self._channels.get((link_token, False))
+        if channel is None:
+            logger.info("a data connection of a link that is not open is closed")
+            sock.close()
+            return
+        try:
+            tune(sock)
+        except OSError:
+            sock.close()
+            return
+        channel.adopt(sock, peer_reads, leftover)
+
+    def close(self) -> None:
+        """Ends all channels, the serving thread and all descriptors. Idempotent."""
+        with self._lock:
+            self._closed = True
+            channels = list(self._channels.values())
+        for channel in channels:
+            channel.close()
+        self._server.close()
+
+    def close_after_fork(self) -> None:
+        """In a forked child: closes its copies of the descriptors. Takes no lock, tells the peers nothing."""
+        for channel in list(self._channels.values()):
+            for sock in channel.pool.sockets():
+                close_copy(sock)
+        self._server.close_after_fork()
+
+    def _forget(self, channel: TcpChannel) -> None:
+        with self._lock:
+            if self._channels.get((channel.token, channel.dialled)) is channel:
+                del self._channels[channel.token, channel.dialled]
+
+
+def _stripes_by_machine() -> int:
+    return max(1, min(_MAX_STRIPES, len(os.sched_getaffinity(0)) // 2))

@@ -1,0 +1,141 @@
+"""What crosses a data connection: requests one way, chunks of the canonical stream the other. Pure.
+
+A request is 32 bytes (magic, id, stream range, selector length) and the selector. An answer is chunks, each
+a 16-byte header and as many bytes as it says, and an END header with a status and a short text. The id is in
+every header: a stream that has lost its step is noticed at the next one.
+Invariant: every number is checked here before anyone uses it; nothing is allocated because a header says so.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+CHUNK_NBYTES = 1 << 20  # a server's turn: bounds how long one reader holds up the others
+SELECTOR_NBYTES = 16 << 20  # 10^6 block ids of 8 bytes, twice over
+TEXT_NBYTES = 1024  # of an END; longer ones are cut
+STREAM_NBYTES = 1 << 62  # far above any cache; keeps sums of positions within int64
+
+_REQUEST = struct.Struct("<4sIQQI4x")
+_HEADER = struct.Struct("<2sBBIII")
+_REQUEST_MAGIC = b"LDr1"
+_HEADER_MAGIC = b"LD"
+_DATA, _END = 1, 2
+REQUEST_NBYTES = _REQUEST.size
+HEADER_NBYTES = _HEADER.size
+
+
+class FrameError(Exception):
+    """The other end broke the protocol; the text says how. Nothing to do but to close the connection."""
+
+
+class EndKind(IntEnum):
+    """How an answer ended."""
+
+    OK = 0
+    REFUSED = 1  # with a status code
+    SOURCE = 2  # the owner's memory could not be read
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Send me bytes [start, stop) of the stream that ``selector`` names."""
+
+    id: int
+    start: int
+    stop: int
+    selector: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """``nbytes`` bytes of the stream follow."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The answer is over; ``text_nbytes`` bytes of UTF-8 follow."""
+
+    kind: EndKind
+    code: int
+    text_nbytes: int
+
+
+def encode_request(request_id: int, start: int, stop: int, selector: bytes) -> bytes:
+    """The head of a request; the selector follows it."""
+    return _REQUEST.pack(_REQUEST_MAGIC, request_id, start, stop, len(selector))
+
+
+def encode_data(request_id: int, nbytes: int) -> bytes:
+    """The header of a chunk."""
+    return _HEADER.pack(_HEADER_MAGIC, _DATA, 0, request_id, nbytes, 0)
+
+
+def encode_end(request_id: int, kind: EndKind, code: int = 0, text: str = "") -> bytes:
+    """An END with its text."""
+    raw = text.encode("utf-8", "replace")[:TEXT_NBYTES]
+    return _HEADER.pack(_HEADER_MAGIC, _END, kind, request_id, len(raw), code & 0xFFFFFFFF) + raw
+
+
+def decode_header(raw: bytes | memoryview, request_id: int, most_nbytes: int) -> Data | End:
+    """Parses a header of an answer to ``request_id`` of which ``most_nbytes`` stream bytes are missing.
+
+    Raises:
+        FrameError: It is not one, or what it says cannot be.
+    """
+    magic, what, kind, answered, nbytes, code = _HEADER.unpack(raw)
+    if magic != _HEADER_MAGIC:
+        raise FrameError("no chunk header where one must be")
+    if answered != request_id:
+        raise FrameError(f"an answer to request {answered} where request {request_id} was asked")
+    if what == _DATA:
+        most = min(CHUNK_NBYTES, most_nbytes)
+        if not 0 < nbytes <= most:
+            raise FrameError(f"a chunk of {nbytes} bytes where 1 to {most} can come")
+        return Data(nbytes)
+    if what != _END or kind not in _END_KINDS or nbytes > TEXT_NBYTES:
+        raise FrameError(f"a header of kind {what}, status {kind}, {nbytes} bytes of text")
+    if kind == EndKind.OK and most_nbytes:
+        raise FrameError(f"the end of the answer with {most_nbytes} bytes missing")
+    return End(EndKind(kind), code, nbytes)
+
+
+_END_KINDS = frozenset(map(int, EndKind))
+
+
+class RequestParser:
+    """Requests out of whatever pieces the bytes come in."""
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """Takes bytes as they arrived."""
+        self._buffer += data
+
+    def next(self) -> Request | None:
+        """The next complete request, if there is one.
+
+        Raises:
+            FrameError: What was fed is not a request.
+        """
+        if len(self._buffer) < REQUEST_NBYTES:
+            return None
+        magic, request_id, start, stop, selector_nbytes = _REQUEST.unpack_from(self._buffer)
+        if magic != _REQUEST_MAGIC:
+            raise FrameError("no request where one must be")
+        if not start <= stop <= STREAM_NBYTES:
+            raise FrameError(f"a request for the bytes [{start}, {stop})")
+        if selector_nbytes > SELECTOR_NBYTES:
+            raise FrameError(f"a selector of {selector_nbytes} bytes; the limit is {SELECTOR_NBYTES}")
+        whole = REQUEST_NBYTES + selector_nbytes
+        if len(self._buffer) < whole:
+            return None
+        selector = bytes(self._buffer[REQUEST_NBYTES:whole])
+        del self._buffer[:whole]
+        return Request(request_id, start, stop, selector)

@@ -1,0 +1,208 @@
+"""One connection on which we read: a request goes out, the answer goes straight into the caller's memory.
+
+Strategy: the receive blocks in the kernel until the rest of a chunk and the header behind it are there
+(MSG_WAITALL, bounded by SO_RCVTIMEO): one wake-up per chunk, not per packet, on slow networks too.
+Invariants: a header is read before a byte may land in the caller's memory; a stream that was cut short is
+never used again (``in_step`` is False).
+Threads: one thread reads; another may end that by shutting the socket down.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import select
+import socket
+from collections.abc import Callable
+
+from llm_datadist._core.segments import U64, Extents
+from llm_datadist.transports._sockets import (
+    IOV_MAX,
+    SEND_NOW,
+    WAIT_ALL,
+    Buffer,
+    Iovecs,
+    is_gone,
+    set_receive_timeout,
+)
+from llm_datadist.transports.seam import Fault, FaultKind
+from llm_datadist.transports.tcp_frames import (
+    CHUNK_NBYTES,
+    HEADER_NBYTES,
+    TEXT_NBYTES,
+    End,
+    EndKind,
+    FrameError,
+    decode_header,
+    encode_request,
+)
+
+logger = logging.getLogger("llm_datadist.tcp")
+
+_INLINE_NBYTES = 64 << 10  # a selector up to this is joined to its header: one packet, one call
+
+_TIMEOUT_SHARE = 0.9  # of the time left: the next call need not set it again
+_LONGEST_WAIT_S = 3600.0  # of one call into the kernel; a deadline may be infinite
+
+
+class _Late(Exception):  # noqa: N818 - TimeoutError is an OSError, and ETIMEDOUT of the network means another thing
+    """The deadline has passed."""
+
+
+class ReadingConnection:
+    """A connection and its step in the protocol.
+
+    Attributes:
+        in_step: No answer is under way: another request may follow.
+        answered: Some byte of the latest answer has come.
+        moved: Bytes of the stream that the latest request brought.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_head",
+        "_iovecs",
+        "_last_id",
+        "_timeout",
+        "answered",
+        "fresh",
+        "hello",
+        "in_step",
+        "moved",
+        "sock",
+    )
+
+    def __init__(self, sock: socket.socket, clock: Callable[[], float], hello: bytes = b"") -> None:
+        self.sock = sock
+        self.hello = hello  # goes out with the first request
+        self.fresh = bool(hello)  # dialled just now: if it is dead, the peer is
+        self.in_step = True
+        self.answered = False
+        self.moved = 0
+        self._clock = clock
+        self._last_id = 0
+        self._iovecs = Iovecs()
+        self._head = Buffer(HEADER_NBYTES + TEXT_NBYTES)
+        self._timeout = 0.0  # of a receive, as the kernel knows it
+        sock.setblocking(True)
+
+    def read(
+        self, selector: bytes, destination: Extents, start: int, stop: int, deadline: float
+    ) -> Fault | None:
+        """Brings bytes [start, stop) of the stream; None when all are there."""
+        self.answered, self.moved, self.in_step = False, 0, False
+        try:
+            self._request(selector, start, stop, deadline)
+            return self._answer(destination, start, stop, deadline)
+        except _Late:
+            return Fault(FaultKind.TIMEOUT, f"{self.moved} of {stop - start} bytes had come")
+        except FrameError as exc:
+            logger.warning("a data connection is closed: its owner sent %s", exc)
+            return Fault(FaultKind.CHANNEL, f"the peer broke the protocol: {exc}", cause=exc)
+        except OSError as exc:
+            return self._fault_of(exc)
+
+    def _fault_of(self, exc: OSError) -> Fault:
+        if exc.errno == errno.EFAULT:
+            return Fault(FaultKind.DESTINATION, "the destination is not writable memory", cause=exc)
+        if is_gone(exc):
+            return Fault(FaultKind.PEER_LOST, f"the data connection is gone: {exc.strerror}", cause=exc)
+        return Fault(FaultKind.CHANNEL, f"the data connection failed: {exc}", cause=exc)
+
+    # ---- request -------------------------------------------------------------------------------------
+
+    def _request(self, selector: bytes, start: int, stop: int, deadline: float) -> None:
+        self._last_id = (self._last_id + 1) & 0xFFFFFFFF
+        head = self.hello + encode_request(self._last_id, start, stop, selector)
+        self.hello = b""
+        if len(selector) <= _INLINE_NBYTES:
+            self._send(head + selector, deadline)
+        else:
+            self._send(head, deadline)
+            self._send(selector, deadline)
+
+    def _send(self, data: bytes, deadline: float) -> None:
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[self.sock.send(rest, SEND_NOW) :]
+            except BlockingIOError:
+                poller = select.poll()
+                poller.register(self.sock, select.POLLOUT)
+                poller.poll(self._left(deadline) * 1000)
+
+    # ---- answer --------------------------------------------------------------------------------------
+
+    def _answer(self, destination: Extents, start: int, stop: int, deadline: float) -> Fault | None:
+        self._iovecs.clear()
+        self._iovecs.append(self._head.address, HEADER_NBYTES)
+        # While the owner works: the runs of the first chunk, which is a whole one unless the owner differs.
+        first = min(CHUNK_NBYTES, stop - start)
+        ahead: tuple[U64, int] | None = destination.take_pairs(start, first, IOV_MAX - 1)
+        self._receive(deadline)
+        at = start
+        while True:
+            header = decode_header(self._head.view[:HEADER_NBYTES], self._last_id, stop - at)
+            if isinstance(header, End):
+                return self._end(header, deadline)
+            if header.nbytes != first:
+                ahead = None
+            at = self._chunk(destination, at, header.nbytes, deadline, ahead)
+            ahead = None
+
+    def _chunk(
+        self,
+        destination: Extents,
+        at: int,
+        left: int,
+        deadline: float,
+        ahead: tuple[U64, int] | None,
+    ) -> int:
+        """Receives ``left`` bytes of the stream and, behind them, the next header."""
+        iovecs = self._iovecs
+        while left:
+            pairs, nbytes = ahead if ahead is not None else destination.take_pairs(at, left, iovecs.room - 1)
+            ahead = None
+            iovecs.extend(pairs, nbytes)
+            at += nbytes
+            left -= nbytes
+            if not left:
+                iovecs.append(self._head.address, HEADER_NBYTES)
+            self._receive(deadline, nbytes)
+        return at
+
+    def _end(self, end: End, deadline: float) -> Fault | None:
+        if end.text_nbytes:
+            self._iovecs.append(self._head.address, end.text_nbytes)
+            self._receive(deadline)
+        self.in_step = True
+        if end.kind is EndKind.OK:
+            return None
+        text = bytes(self._head.view[: end.text_nbytes]).decode("utf-8", "replace")
+        return Fault(FaultKind.SOURCE if end.kind is EndKind.SOURCE else FaultKind.REFUSED, text, end.code)
+
+    def _receive(self, deadline: float, stream_nbytes: int = 0) -> None:
+        """Fills the table; its first ``stream_nbytes`` bytes are the caller's."""
+        iovecs = self._iovecs
+        fd = self.sock.fileno()
+        while iovecs.nbytes:
+            left = self._left(deadline)
+            if not left / 2 <= self._timeout <= left:
+                self._timeout = left * _TIMEOUT_SHARE
+                set_receive_timeout(self.sock, self._timeout)
+            try:
+                count = iovecs.receive(fd, WAIT_ALL)
+            except (BlockingIOError, InterruptedError):
+                continue  # the kernel's time-out, or a signal whose handler has run: look at the clock
+            if not count:
+                raise ConnectionResetError(errno.ECONNRESET, "closed by the peer")
+            self.answered = True
+            mine = min(count, stream_nbytes)
+            stream_nbytes -= mine
+            self.moved += mine
+
+    def _left(self, deadline: float) -> float:
+        left = deadline - self._clock()
+        if left <= 0:
+            raise _Late
+        return min(left, _LONGEST_WAIT_S)

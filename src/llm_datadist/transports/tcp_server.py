@@ -1,0 +1,199 @@
+"""The serving thread: answers all peers that read from us over TCP, in fair turns.
+
+Strategy: one epoll loop. An idle connection waits for input, a busy one for room in its socket; each event
+is one turn of at most one chunk, so a fast reader cannot starve a slow one. Nothing to do: asleep.
+Threads: other threads only post commands, through a queue and an eventfd. A daemon, started on first use.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from llm_datadist.transports._sockets import NO_WAIT
+from llm_datadist.transports.seam import ReadSource
+from llm_datadist.transports.tcp_frames import FrameError
+from llm_datadist.transports.tcp_serving import ServedConnection, ServedLink
+
+logger = logging.getLogger("llm_datadist.tcp")
+
+MAX_CONNECTIONS = 64  # served per link: far above what a reader opens, low enough to spare descriptors
+_RECEIVE_NBYTES = 256 << 10
+_JOIN_S = 1.0  # the thread never blocks, so this is only reached when it is stopped from outside
+_GONE = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
+
+
+class TcpServer:
+    """Serves connections until closed."""
+
+    def __init__(self, source: ReadSource) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._connections: dict[int, ServedConnection] = {}
+        self._scratch = bytearray(_RECEIVE_NBYTES)
+        self._thread: threading.Thread | None = None
+        self._epoll: select.epoll | None = None
+        self._wake_fd = -1
+        self._stopping = False
+
+    def serve(self, sock: socket.socket, link: ServedLink, leftover: bytes = b"") -> None:
+        """Takes over a connection on which the peer of ``link`` reads."""
+        self._post(lambda: self._add(sock, link, leftover), otherwise=sock.close)
+
+    def drop(self, link: ServedLink) -> None:
+        """Cuts off all connections of a link, also in mid-answer."""
+        with self._lock:
+            if self._thread is None:
+                return
+        self._post(lambda: self._drop(link))
+
+    def close(self) -> None:
+        """Ends the thread and all connections. Idempotent."""
+        with self._lock:
+            self._stopping = True
+            thread = self._thread
+            if thread is not None and self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_S)
+
+    def close_after_fork(self) -> None:
+        """In a forked child: closes its copies of the descriptors, and does nothing else to them."""
+        for connection in list(self._connections.values()):
+            close_copy(connection.sock)
+        if self._epoll is not None:
+            self._epoll.close()
+        if self._wake_fd >= 0:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+        self._stopping = True
+
+    # ---- any thread ----------------------------------------------------------------------------------
+
+    def _post(self, command: Callable[[], None], otherwise: Callable[[], None] = lambda: None) -> None:
+        with self._lock:
+            if not self._stopping:
+                if self._thread is None:
+                    self._start()
+                self._commands.append(command)
+                os.eventfd_write(self._wake_fd, 1)
+                return
+        otherwise()
+
+    def _start(self) -> None:
+        self._epoll = epoll = select.epoll()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        epoll.register(self._wake_fd, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, args=(epoll,), name="llm_datadist-tcp", daemon=True)
+        self._thread.start()
+
+    # ---- the serving thread --------------------------------------------------------------------------
+
+    def _run(self, epoll: select.epoll) -> None:
+        try:
+            while not self._stopping:
+                self._round(epoll, epoll.poll())
+        finally:
+            self._shut(epoll)
+
+    def _round(self, epoll: select.epoll, events: list[tuple[int, int]]) -> None:
+        posted = False
+        for fd, event in events:
+            if fd == self._wake_fd:
+                posted = True
+                continue
+            connection = self._connections.get(fd)
+            if connection is not None:
+                self._dispatch(epoll, connection, event)
+        if posted:  # last: a command may close a connection and add one with the same descriptor
+            os.eventfd_read(self._wake_fd)
+            self._run_commands()
+
+    def _shut(self, epoll: select.epoll) -> None:
+        with self._lock:
+            self._stopping = True
+            wake_fd, self._wake_fd = self._wake_fd, -1
+        self._run_commands()  # sockets that were handed over too late are in there
+        for connection in list(self._connections.values()):
+            self._close(connection)
+        epoll.close()
+        os.close(wake_fd)
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+
+    def _add(self, sock: socket.socket, link: ServedLink, leftover: bytes) -> None:
+        epoll = self._epoll
+        served = sum(1 for c in self._connections.values() if c.link is link)
+        if self._stopping or epoll is None or served >= MAX_CONNECTIONS:
+            sock.close()
+            return
+        connection = ServedConnection(sock, link, self._source)
+        self._connections[connection.fd] = connection
+        epoll.register(connection.fd, select.EPOLLIN | select.EPOLLRDHUP)
+        if leftover:
+            self._guard(epoll, connection, lambda: self._feed(connection, leftover))
+
+    def _drop(self, link: ServedLink) -> None:
+        for connection in [c for c in self._connections.values() if c.link is link]:
+            self._close(connection)
+
+    def _close(self, connection: ServedConnection) -> None:
+        del self._connections[connection.fd]
+        connection.close()  # closing takes it out of the epoll set
+
+    def _dispatch(self, epoll: select.epoll, connection: ServedConnection, events: int) -> None:
+        if events & _GONE:  # readers never half-close: nobody is left to answer
+            self._close(connection)
+        elif connection.busy:
+            self._guard(epoll, connection, connection.turn)
+        else:
+            self._guard(epoll, connection, lambda: self._receive(connection))
+
+    def _receive(self, connection: ServedConnection) -> None:
+        try:
+            count = connection.sock.recv_into(self._scratch, 0, NO_WAIT)
+        except BlockingIOError:
+            return
+        if not count:
+            raise ConnectionResetError("the reader closed the connection")
+        self._feed(connection, memoryview(self._scratch)[:count])
+
+    def _feed(self, connection: ServedConnection, data: bytes | memoryview) -> None:
+        connection.feed(data)
+        if connection.busy:
+            connection.turn()
+
+    def _guard(self, epoll: select.epoll, connection: ServedConnection, step: Callable[[], None]) -> None:
+        """Runs one step of one connection; whatever it raises ends this connection and no other."""
+        try:
+            step()
+        except FrameError as exc:
+            logger.warning("a data connection is closed: its peer sent %s", exc)
+            self._close(connection)
+            return
+        except OSError:  # the reader has gone, or has cut the answer short: nothing of ours is wrong
+            self._close(connection)
+            return
+        except Exception as exc:
+            logger.error("serving a read failed: %r", exc, exc_info=logger.isEnabledFor(logging.DEBUG))
+            self._close(connection)
+            return
+        if connection.busy is not connection.wants_write:
+            connection.wants_write = connection.busy
+            interest = select.EPOLLOUT if connection.busy else select.EPOLLIN
+            epoll.modify(connection.fd, interest | select.EPOLLRDHUP)
+
+
+def close_copy(sock: socket.socket) -> None:
+    """Closes a forked child's copy of a socket; the parent's connection is not told."""
+    fd = sock.detach()
+    if fd >= 0:
+        os.close(fd)
