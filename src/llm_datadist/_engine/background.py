@@ -1,0 +1,157 @@
+"""Pulls and pushes that go on in the background: each is a task of one entry.
+
+Invariants: a task has its answer only when nothing of it writes any more (``cancel`` waits for that); one
+whose turn has not come ends as soon as its flight is cut. At most ``_PER_LINK`` move at once on one link, and
+a place is free again before the callbacks of its task run, so callbacks may start and await other tasks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from llm_datadist._core.registry import Record
+from llm_datadist._engine.flights import Flight
+from llm_datadist._engine.state import State
+from llm_datadist._link.link import Link
+from llm_datadist.status import LLMException, LLMStatusCode
+from llm_datadist.tasks import CacheTask, TaskBook
+
+_LOG = logging.getLogger("llm_datadist.engine")
+_PER_LINK = 64  # a thread each: more only share the same link
+_LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
+
+R = TypeVar("R", contravariant=True)
+
+
+class Mover(Protocol[R]):
+    """What makes one call: the initiator or the pusher."""
+
+    def check(self, request: R) -> Record:
+        """The caller's own cache, checked; raises for a bad argument."""
+
+    def begin(self, request: R, record: Record) -> Flight:
+        """Finds the link and enters the flight."""
+
+    def run(self, request: R, record: Record, flight: Flight, started: float) -> None:
+        """Moves the bytes and ends the flight, or raises."""
+
+
+class Background:
+    """The background calls of an engine."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._lock = threading.Lock()
+        self._running: dict[Link, int] = {}
+        self._waiting: dict[Link, deque[_Job]] = {}
+
+    def start(self, mover: Mover[R], request: R) -> CacheTask:
+        """Checks the caller's arguments, then works in the background.
+
+        Raises:
+            CacheNotExistError: The local cache.
+            ParamInvalidError: A rule of the caller's side.
+        """
+        started = time.monotonic()
+        record = mover.check(request)
+        try:
+            flight = mover.begin(request, record)
+        except LLMException as exc:
+            book = TaskBook(1, _nothing)
+            book.finish(0, exc.status_code, exc)
+            return book.task
+        job = _Job(self._state, self, flight, lambda: mover.run(request, record, flight, started))
+        flight.on_cut(lambda _: job.drop())
+        with self._lock:
+            at_once = self._running.get(flight.link, 0) < _PER_LINK
+            if at_once:
+                self._running[flight.link] = self._running.get(flight.link, 0) + 1
+            else:
+                self._waiting.setdefault(flight.link, deque()).append(job)
+        if at_once:
+            self._state.workers.submit(job, job.run)
+        return job.book.task
+
+    def leave(self, link: Link) -> None:
+        """A call has moved its last byte: the next one of its link may go."""
+        with self._lock:
+            waiting = self._waiting.get(link)
+            job = waiting.popleft() if waiting else None
+            if not waiting:
+                self._waiting.pop(link, None)
+            if job is None:
+                self._running[link] -= 1
+                if not self._running[link]:
+                    del self._running[link]
+        if job is not None:
+            self._state.workers.submit(job, job.run)
+
+
+class _Job:
+    """One call."""
+
+    def __init__(
+        self, state: State, background: Background, flight: Flight, call: Callable[[], None]
+    ) -> None:
+        self.book = TaskBook(1, self._cancel)
+        self._state = state
+        self._background = background
+        self._flight = flight
+        self._call = call
+        self._lock = threading.Lock()
+        self._begun = False  # or dropped
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """The worker's part."""
+        error: BaseException | None = None
+        taken = self._take()
+        if taken:
+            self.book.begin(0)
+            error = self._outcome()
+            self._ended.set()
+        self._background.leave(self._flight.link)
+        if taken:
+            self._answer(error)
+
+    def drop(self) -> None:
+        """The flight was cut: one whose turn has not come ends here."""
+        if not self._take():
+            return
+        self._state.flights.end(self._flight)
+        self._ended.set()
+        self._answer(self._flight.error)
+
+    def _take(self) -> bool:
+        with self._lock:
+            taken, self._begun = not self._begun, True
+        return taken
+
+    def _outcome(self) -> BaseException | None:
+        try:
+            self._call()
+        except Exception as exc:
+            if not isinstance(exc, LLMException):
+                _LOG.exception("a background transfer failed")
+            return exc
+        return None
+
+    def _answer(self, error: BaseException | None) -> None:
+        code = LLMStatusCode.LLM_SUCCESS
+        if error is not None:
+            code = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
+        self.book.finish(0, code, error)
+
+    def _cancel(self) -> None:
+        self._flight.cut(LLMException("cancelled by the caller", status_code=LLMStatusCode.LLM_FAILED))
+        if not self._flight.link.on_control_thread():  # which must not block
+            self._ended.wait(_LAST_BYTES_S)
+
+
+def _nothing() -> None:
+    return None

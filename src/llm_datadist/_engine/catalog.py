@@ -1,0 +1,322 @@
+"""Registering, remapping and unregistering caches, and telling peers of it (mode B)."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llm_datadist._core.layout import Layout
+from llm_datadist._core.registry import KeyName, Record, key_of
+from llm_datadist._core.segments import U64
+from llm_datadist._engine import codec
+from llm_datadist._engine.state import State
+from llm_datadist._link.link import Link, LinkLost
+from llm_datadist._wire.framing import Buffer
+from llm_datadist._wire.messages import Announce, Withdraw
+from llm_datadist.caches import Cache, CacheDesc, MemInfo
+from llm_datadist.devices import cpu
+from llm_datadist.enums import Memtype, Placement
+from llm_datadist.infos import CacheInfo
+from llm_datadist.keys import BlocksCacheKey, CacheKey
+from llm_datadist.status import CacheNotExistError, ParamInvalidError
+
+_LOG = logging.getLogger("llm_datadist.cache")
+_ANNOUNCE_ENTRIES = 128  # caches in one announcement: keeps a frame of wide caches far below the frame limit
+_LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
+_LONGEST_WAIT_S = 60.0  # of one wait; the end of what is waited for wakes earlier
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A cache just entered: the one whose key it took over, and the links that were told."""
+
+    record: Record
+    displaced: Record | None
+    told: list[Link]
+
+
+class Catalog:
+    """The caches of this engine."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def register(
+        self,
+        desc: CacheDesc,
+        addrs: Sequence[int],
+        keys: Sequence[CacheKey] | Sequence[BlocksCacheKey],
+        *,
+        is_blocks: bool,
+        remote_accessible: bool | None,
+    ) -> Cache:
+        """Enters a cache; all or nothing.
+
+        Raises:
+            ParamInvalidError: Shape, addresses or keys break a rule.
+        """
+        desc = copy.copy(desc)  # update_dim of the caller's must not reach it
+        layout = Layout.of(desc)
+        addresses = checked_addresses(addrs, layout)
+        if remote_accessible is None:
+            remote_accessible = desc.placement == Placement.DEVICE
+        state = self._state
+        with state.condition:
+            state.check_open()
+            names = state.registry.check_keys(keys, layout)
+            entered = self.enter(
+                desc, layout, addresses, names, is_blocks=is_blocks, remote_accessible=remote_accessible
+            )
+        return self.finish(entered)
+
+    def enter(
+        self,
+        desc: CacheDesc,
+        layout: Layout,
+        addresses: U64,
+        names: tuple[tuple[KeyName, int], ...],
+        *,
+        is_blocks: bool,
+        remote_accessible: bool,
+    ) -> Entered:
+        """Enters a checked cache and posts it to peers. The caller holds the lock, and calls ``finish`` after it."""
+        state = self._state
+        record, displaced = state.registry.add(
+            desc, layout, addresses, names,
+            is_blocks=is_blocks, remote_accessible=remote_accessible, word=state.new_word(),
+        )  # fmt: skip
+        return Entered(record, displaced, self.announce(record))
+
+    def finish(self, entered: Entered) -> Cache:
+        """What must not happen under the lock: sends, warns, and makes the handle."""
+        flush(entered.told)
+        record, displaced = entered.record, entered.displaced
+        if displaced is not None:
+            _LOG.warning(
+                "blocks cache %d takes over the key %s of blocks cache %d; peers that pull by it now read cache %d",
+                record.cache_id, record.keys[0][0], displaced.cache_id, record.cache_id,
+            )  # fmt: skip
+        return Cache(
+            record.cache_id, record.desc, record.addresses.tolist(), record.is_blocks, self._state.life
+        )
+
+    def unregister(self, cache_id: int) -> None:
+        """Takes a cache out and waits until nobody uses it, at most sync_kv_timeout; then cuts off."""
+        state = self._state
+        deadline = time.monotonic() + state.timeout_s
+        with state.condition:
+            state.check_open()
+            told = self.take_out(cache_id)
+        if told is None:
+            return
+        flush(told)
+        if self._wait_unused(cache_id, deadline) or self._cut_off(cache_id):
+            with state.condition:
+                state.pools.free(cache_id)
+            return
+        _LOG.warning("cache %d is still in use %g s after it was cut off", cache_id, _LAST_BYTES_S)
+        state.workers.submit(("free", cache_id), lambda: self.free_when_unused(cache_id))
+
+    def take_out(self, cache_id: int) -> list[Link] | None:
+        """From now on nothing new finds a cache. The caller holds the lock.
+
+        Returns:
+            The links to flush; None: there is no such cache.
+        """
+        record = self._state.registry.remove(cache_id)
+        if record is None:
+            return None
+        self._state.clear_word(record.word)
+        return self._withdraw(record)
+
+    def free_when_unused(self, cache_id: int) -> None:
+        """Gives pool memory back once those who hold a lease have finished. For a worker."""
+        self._wait_unused(cache_id, math.inf)
+        with self._state.condition:
+            self._state.pools.free(cache_id)
+
+    def is_unused(self, cache_id: int) -> bool:
+        """Whether no lease and no transfer of ours holds a cache. The caller holds the lock."""
+        state = self._state
+        state.leases.expire(time.monotonic())
+        # After finalize leases mean nothing: their words are cleared. What writes here still counts.
+        leased = state.closed is None and state.leases.of_cache(cache_id)
+        return not leased and not state.flights.where(lambda f: cache_id in f.cache_ids)
+
+    def _cut_off(self, cache_id: int) -> bool:
+        state = self._state
+        error = CacheNotExistError(
+            f"cache {cache_id} was unregistered and the {state.timeout_s:g} s for transfers are over"
+        )
+        state.flights.cut(lambda f: cache_id in f.cache_ids, error)
+        with state.condition:
+            for lease in state.leases.of_cache(cache_id):
+                state.leases.end(lease)
+        return self._wait_unused(cache_id, time.monotonic() + _LAST_BYTES_S)
+
+    def _wait_unused(self, cache_id: int, deadline: float) -> bool:
+        state = self._state
+        with state.condition:
+            while not self.is_unused(cache_id):
+                now = time.monotonic()
+                if now >= deadline:
+                    return False
+                ends = [deadline, now + _LONGEST_WAIT_S, *(x.expires_at for x in state.leases.of_cache(cache_id))]
+                state.condition.wait(max(0.0, min(ends) - now))
+            return True
+
+    # ---- memory that was mapped anew -----------------------------------------------------------------------
+
+    def remap(self, ranges: Sequence[MemInfo]) -> None:
+        """Checks the caches in these ranges again and gives each a new generation; old readers notice.
+
+        Raises:
+            ParamInvalidError: A range, or a cache in one, is not device memory that is mapped. Nothing changes.
+        """
+        state = self._state
+        starts, ends = _checked_ranges(ranges)
+        with state.condition:
+            state.check_open()
+            records = [r for r in state.registry.records() if r.touches(starts, ends)]
+        for record in records:
+            _check_mapped(f"cache {record.cache_id}: tensor", record.addresses, record.layout)
+        told: list[Link] = []
+        renewed: set[int] = set()
+        with state.condition:
+            state.check_open()
+            for record in records:
+                if state.registry.get(record.cache_id) is record:
+                    told += self._renew(record)
+                    renewed.add(record.cache_id)
+        flush(told)
+        error = CacheNotExistError("its memory was mapped anew while it was read (remap_registered_memory)")
+        state.flights.cut(lambda f: f.serving and not renewed.isdisjoint(f.cache_ids), error)
+
+    def _renew(self, record: Record) -> list[Link]:
+        state = self._state
+        fresh = replace(record, word=state.new_word())
+        state.registry.replace(fresh)
+        state.clear_word(record.word)
+        for lease in state.leases.of_cache(record.cache_id):
+            state.leases.end(lease)
+        state.condition.notify_all()
+        return self.announce(fresh)
+
+    # ---- what there is ---------------------------------------------------------------------------------------
+
+    def infos(self) -> list[CacheInfo]:
+        """All caches, in order of their ids."""
+        state = self._state
+        with state.condition:
+            state.check_open()
+            state.leases.expire(time.monotonic())
+            return [self._info(record) for record in state.registry.records()]
+
+    def _info(self, record: Record) -> CacheInfo:
+        state = self._state
+        return CacheInfo(
+            cache_id=record.cache_id,
+            kind="blocks" if record.is_blocks else "cache",
+            desc=copy.copy(record.desc),
+            keys=tuple(key_of(name, state.cluster_id) for name, _ in state.registry.names_of(record)),
+            remote_accessible=record.remote_accessible,
+            allocated=state.pools.has(record.cache_id),
+            leases=len(state.leases.of_cache(record.cache_id)),
+        )
+
+    # ---- mode B: what peers know ------------------------------------------------------------------------
+
+    def announce_all(self, link: Link) -> None:
+        """Posts our whole table to a new link. The caller holds the lock."""
+        records = [r for r in self._state.registry.records() if r.remote_accessible]
+        for at in range(0, len(records), _ANNOUNCE_ENTRIES):
+            self._post(link, records[at : at + _ANNOUNCE_ENTRIES])
+
+    def announce(self, record: Record) -> list[Link]:
+        """Posts a cache that is new or has other keys now; returns the links to flush. The caller holds the lock."""
+        if not self._state.accessible or not record.remote_accessible:
+            return []
+        return [link for link in self._state.by_token.values() if self._post(link, [record])]
+
+    def _post(self, link: Link, records: list[Record]) -> bool:
+        names_of = self._state.registry.names_of
+        entries = tuple(codec.entry_of(r, names_of(r)) for r in records)
+        try:
+            link.post(Announce(entries=entries), [self.addresses_for(link, r) for r in records])
+        except LinkLost:
+            return False
+        return True
+
+    def _withdraw(self, record: Record) -> list[Link]:
+        if not self._state.accessible or not record.remote_accessible:
+            return []
+        told = []
+        for link in self._state.by_token.values():
+            try:
+                link.post(Withdraw(cache_ids=(record.cache_id,)))
+            except LinkLost:
+                continue
+            told.append(link)
+        return told
+
+    def addresses_for(self, link: Link, record: Record) -> Buffer:
+        """The tensors' addresses, for a peer that reads by address; nothing for all others."""
+        return codec.raw(record.addresses) if self._state.peer_reads_by_address(link) else b""
+
+
+def flush(links: list[Link]) -> None:
+    """Sends what was posted under the lock."""
+    for link in links:
+        link.flush()
+
+
+def checked_addresses(addrs: Sequence[int], layout: Layout) -> U64:
+    """The addresses of a cache's tensors.
+
+    Raises:
+        ParamInvalidError: Wrong in number, 0, or not mapped and readable.
+    """
+    if layout.num_tensors < 1:
+        raise ParamInvalidError("CacheDesc.num_tensors is 0; a cache needs at least one tensor")
+    if len(addrs) != layout.num_tensors:
+        raise ParamInvalidError(
+            f"{len(addrs)} addresses for {layout.num_tensors} tensors; there must be one for each"
+        )
+    addresses = np.array(addrs, dtype=np.uint64)
+    if not addresses.all():
+        raise ParamInvalidError(f"addrs[{int(np.argmin(addresses))}] is 0; pass the address of mapped memory")
+    _check_mapped("addrs", addresses, layout)
+    return addresses
+
+
+def _check_mapped(name: str, addresses: U64, layout: Layout) -> None:
+    bad = cpu.first_unmapped(addresses, layout.tensor_nbytes)
+    if bad is not None:
+        start = int(addresses[bad])
+        raise ParamInvalidError(
+            f"{name}[{bad}] is {start:#x}: the {layout.tensor_nbytes} bytes up to {start + layout.tensor_nbytes:#x} "
+            "are not all mapped and readable; check the address and the shape of the CacheDesc"
+        )
+
+
+def _checked_ranges(ranges: Sequence[MemInfo]) -> tuple[U64, U64]:
+    for at, info in enumerate(ranges):
+        if info.mem_type is not Memtype.MEM_TYPE_DEVICE:
+            raise ParamInvalidError(f"mem_infos[{at}] is {info.mem_type.name}; only device memory is remapped")
+        if not info.addr or info.size <= 0:
+            raise ParamInvalidError(
+                f"mem_infos[{at}] has addr {info.addr:#x} and size {info.size}; both must be greater than 0"
+            )
+        if cpu.first_unmapped([info.addr], info.size) is not None:
+            raise ParamInvalidError(
+                f"mem_infos[{at}]: the {info.size} bytes at {info.addr:#x} are not all mapped and readable; "
+                "map them first"
+            )
+    starts = np.array([info.addr for info in ranges], dtype=np.uint64)
+    return starts, starts + np.array([info.size for info in ranges], dtype=np.uint64)

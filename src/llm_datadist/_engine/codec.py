@@ -1,0 +1,166 @@
+"""Between core values and wire messages. Every number from a peer is held to its limit here.
+
+Raises ProtocolError for what a well-behaved peer never sends; the control plane closes that connection.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from llm_datadist._core.layout import CacheSlice, Layout
+from llm_datadist._core.registry import GenerationWord, KeyName, Record
+from llm_datadist._core.remote_table import RemoteCache
+from llm_datadist._core.segments import U64
+from llm_datadist._wire.framing import Buffer, Frame, ProtocolError
+from llm_datadist._wire.messages import CacheEntry, KeyRef, ReadRequest, Word
+
+_UINT32 = 1 << 32
+_INT64 = 1 << 63
+_UINT64 = 1 << 64
+_KINDS = frozenset({"req", "prefix", "blocks", "cache"})
+_ENCODER = msgspec.msgpack.Encoder()
+_REQUESTS = msgspec.msgpack.Decoder(ReadRequest)
+_LENGTH_NBYTES = 4  # of the struct at the head of a selector
+
+
+def key_ref(name: KeyName, batch_index: int = 0) -> KeyRef:
+    """A key name on the wire."""
+    return KeyRef(kind=name.kind, id=name.id, model_id=name.model_id, batch_index=batch_index)
+
+
+def key_name(ref: KeyRef) -> KeyName:
+    """A key name from the wire."""
+    if ref.kind not in _KINDS:
+        raise ProtocolError(f"key of unknown kind {ref.kind!r}")
+    # A cache id is int64: one that no cache has, such as -1, is a miss and no breach.
+    shift = _INT64 if ref.kind == "cache" else 0
+    _within("key", _UINT64, ref.id + shift, ref.model_id, ref.batch_index)
+    return KeyName(ref.kind, ref.id, ref.model_id)
+
+
+def word_message(word: GenerationWord) -> Word:
+    """A word on the wire."""
+    return Word(address=word.address, value=word.value)
+
+
+def word_of(word: Word) -> GenerationWord:
+    """A word from the wire."""
+    _within("word", _UINT64, word.address, word.value)
+    return GenerationWord(word.address, word.value)
+
+
+def entry_of(record: Record, names: tuple[tuple[KeyName, int], ...] = ()) -> CacheEntry:
+    """A cache of ours as a peer sees it."""
+    return CacheEntry(
+        cache_id=record.cache_id,
+        is_blocks=record.is_blocks,
+        num_tensors=record.layout.num_tensors,
+        dim0=record.layout.dim0,
+        stride_nbytes=record.layout.stride_nbytes,
+        word=word_message(record.word),
+        keys=tuple(key_ref(name, batch) for name, batch in names),
+    )
+
+
+def remote_cache(entry: CacheEntry, addresses: Buffer) -> RemoteCache:
+    """A peer's cache; ``addresses`` is empty or has one for each tensor."""
+    layout = layout_of(entry)
+    bases = u64(addresses)
+    if len(bases) not in (0, layout.num_tensors):
+        raise ProtocolError(f"{len(bases)} addresses for a cache of {layout.num_tensors} tensors")
+    keys = tuple((key_name(k), k.batch_index) for k in entry.keys)
+    return RemoteCache(entry.cache_id, layout, entry.is_blocks, word_of(entry.word), bases, keys)
+
+
+def layout_of(entry: CacheEntry) -> Layout:
+    """The sizes of a peer's cache."""
+    if not (0 < entry.num_tensors < _UINT32 and 0 < entry.dim0 < _INT64 and 0 < entry.stride_nbytes < _INT64):
+        raise ProtocolError(
+            f"cache of {entry.num_tensors} tensors, {entry.dim0} x {entry.stride_nbytes} bytes"
+        )
+    if entry.dim0 * entry.stride_nbytes >= _INT64 or not 0 < entry.cache_id < _INT64:
+        raise ProtocolError(f"cache {entry.cache_id} of {entry.dim0} x {entry.stride_nbytes} bytes")
+    return Layout(entry.num_tensors, entry.dim0, entry.stride_nbytes)
+
+
+def layers_of(pair: tuple[int, int] | None) -> range | None:
+    """A layer range from the wire."""
+    if pair is None:
+        return None
+    _within("layer range", _INT64, *pair)
+    return range(*pair)
+
+
+def layers_pair(layers: range | None) -> tuple[int, int] | None:
+    """A layer range on the wire; an empty one means all, as None does."""
+    return (layers.start, layers.stop) if layers is not None and len(layers) else None
+
+
+def attachment(frame: Frame, at: int) -> Buffer:
+    """An attachment that the message must have."""
+    if at >= len(frame.attachments):
+        raise ProtocolError(
+            f"{type(frame.message).__name__} with {len(frame.attachments)} attachments, {at + 1} needed"
+        )
+    return frame.attachments[at]
+
+
+def u64(data: Buffer) -> U64:
+    """An attachment as a uint64 array of its own."""
+    if len(data) % 8:
+        raise ProtocolError(f"array of {len(data)} bytes is not one of uint64")
+    return np.frombuffer(data, dtype="<u8").astype(np.uint64)
+
+
+def raw(array: U64) -> Buffer:
+    """A uint64 array as an attachment."""
+    return np.ascontiguousarray(array, dtype="<u8").tobytes()
+
+
+def selector(
+    part: CacheSlice, cache_id: int, word: GenerationWord, lease: tuple[int, GenerationWord] | None
+) -> bytes:
+    """What a peer that serves reads is asked for: the part, and the lease or generation it must still have."""
+    narrow = not len(part.indices) or int(part.indices.max()) < _UINT32
+    indices = part.indices.astype("<u4" if narrow else "<u8")
+    head = _ENCODER.encode(
+        ReadRequest(
+            cache_id=cache_id,
+            generation=word.value,
+            lease_id=lease[0] if lease else 0,
+            lease_value=lease[1].value if lease else 0,
+            first_tensor=part.first_tensor,
+            tensor_count=part.tensor_count,
+            unit_nbytes=part.unit_nbytes,
+            row_nbytes=part.row_nbytes,
+            index_nbytes=4 if narrow else 8,
+        )
+    )
+    return len(head).to_bytes(_LENGTH_NBYTES, "little") + head + indices.tobytes()
+
+
+def read_selector(data: bytes) -> tuple[ReadRequest, CacheSlice]:
+    """The request in a selector."""
+    stop = _LENGTH_NBYTES + int.from_bytes(data[:_LENGTH_NBYTES], "little")
+    if stop > len(data):
+        raise ProtocolError(f"selector of {len(data)} bytes claims a head of {stop - _LENGTH_NBYTES}")
+    try:
+        request = _REQUESTS.decode(data[_LENGTH_NBYTES:stop])
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise ProtocolError(f"selector of {len(data)} bytes: {exc}") from exc
+    if request.index_nbytes not in (4, 8) or (len(data) - stop) % request.index_nbytes:
+        raise ProtocolError(f"selector with {len(data) - stop} bytes of indices of {request.index_nbytes}")
+    numbers = (request.first_tensor, request.tensor_count, request.unit_nbytes, request.row_nbytes)
+    _within("selector", _INT64, *numbers)
+    indices = np.frombuffer(data[stop:], dtype=f"<u{request.index_nbytes}").astype(np.uint64)
+    part = CacheSlice(
+        request.first_tensor, request.tensor_count, indices, request.unit_nbytes, request.row_nbytes
+    )
+    return request, part
+
+
+def _within(what: str, limit: int, *numbers: int) -> None:
+    for number in numbers:
+        if not 0 <= number < limit:
+            raise ProtocolError(f"{what}: {number} is not in [0, {limit})")

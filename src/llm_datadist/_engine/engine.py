@@ -1,0 +1,308 @@
+"""One engine life: composes all parts, starts and ends them.
+
+Order of the end: no new calls, all words cleared, all flights cut, peers told, threads and descriptors
+gone. In a forked child only ``os.close`` is safe; see ``_close_in_child``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import weakref
+from collections.abc import Sequence
+
+from llm_datadist._core.notices import Notice
+from llm_datadist._core.options import Options
+from llm_datadist._core.requests import (
+    CopyBlocks,
+    CopyCache,
+    PullBlocks,
+    PullCache,
+    PushBlocks,
+    PushCache,
+    PushLayers,
+    SwapBlocks,
+)
+from llm_datadist._core.selection import AUTO
+from llm_datadist._engine.allocating import Allocator
+from llm_datadist._engine.background import Background
+from llm_datadist._engine.catalog import Catalog
+from llm_datadist._engine.copying import Copier
+from llm_datadist._engine.handler import Handler
+from llm_datadist._engine.initiator import Initiator
+from llm_datadist._engine.layerwise import LayerPusher
+from llm_datadist._engine.linking import Linking
+from llm_datadist._engine.notifications import Notifications
+from llm_datadist._engine.pusher import Pusher
+from llm_datadist._engine.receiver import Receiver
+from llm_datadist._engine.responder import Responder
+from llm_datadist._engine.state import State
+from llm_datadist._link.seam import Address
+from llm_datadist._link.service import LinkService, LinkSettings
+from llm_datadist._wire.framing import encode
+from llm_datadist._wire.messages import PROTOCOL_VERSION, DataHello
+from llm_datadist.caches import Cache, CacheDesc, MemInfo
+from llm_datadist.clusters import LinkInfo, Notify
+from llm_datadist.enums import LLMRole, Placement
+from llm_datadist.infos import CacheInfo, PoolInfo
+from llm_datadist.keys import BlocksCacheKey, CacheKey
+from llm_datadist.status import EngineFinalizedError, LLMStatusCode
+from llm_datadist.tasks import CacheTask
+from llm_datadist.transports.local import LocalTransport
+from llm_datadist.transports.movers import Movers, default_mover_count
+from llm_datadist.transports.seam import Transport
+from llm_datadist.transports.tcp import TcpTransport
+
+_TOKEN_NBYTES = 16
+_FINALIZE_S = 1.0  # for background jobs that are being cut off
+_LAST_BYTES_S = 0.5  # for callers' transfers that were cut: each finishes at most one call of 16 MiB
+
+_living: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class Engine:
+    """What is behind one initialised LLMDataDist."""
+
+    def __init__(self, role: LLMRole, cluster_id: int, options: Options) -> None:
+        self._options = options
+        caps = {t.name: t.caps for t in (LocalTransport, TcpTransport)}
+        state = self._state = State(cluster_id, options, caps)
+        self._catalog = Catalog(state)
+        self._notifications = Notifications(state)
+        self._initiator = Initiator(state, self._notifications)
+        self._pusher = Pusher(state)
+        self._layer_pusher = LayerPusher(state)
+        self._linking = Linking(state)
+        self._allocator = Allocator(state, self._catalog)
+        self._responder = Responder(state, self._catalog, self._allocator)
+        self._receiver = Receiver(state, self._notifications)
+        self._background = Background(state)
+        self._movers = Movers(_helpers(options.transfer_threads))
+        self._copier = Copier(state, self._movers)
+        self._transports: dict[str, Transport] = {}
+        self._role = role
+        self._tcp = TcpTransport(self._responder, _first_data_frame, options.tcp_connections)
+
+    def start(self) -> None:
+        """Binds the listener and starts the control thread.
+
+        Raises:
+            LLMException: LLM_FAILED, the listener cannot bind.
+        """
+        state, options = self._state, self._options
+        endpoints: dict[str, bytes] = {}
+        handler = Handler(
+            state,
+            self._transports,
+            self._tcp,
+            self._catalog,
+            self._responder,
+            self._receiver,
+            self._linking,
+            self._notifications,
+        )
+        settings = LinkSettings(
+            cluster_id=state.cluster_id,
+            role=int(self._role),
+            accessible=options.accessible,
+            backend=options.backend,
+            heartbeat_ms=options.heartbeat_interval_ms,
+            link_timeout_ms=options.link_timeout_ms,
+            retry_count=options.link_retry_count,
+            listen=Address(*options.listen) if options.listen else None,
+        )
+        state.links = LinkService(
+            settings,
+            secrets.token_bytes(_TOKEN_NBYTES),
+            endpoints,
+            handler,
+            lambda: secrets.token_bytes(_TOKEN_NBYTES),
+        )
+        try:
+            state.pools.open()
+            self._open_transports(endpoints)
+            state.links.start()
+        except BaseException:
+            self._close_parts("init failed")
+            raise
+        _living.add(self)
+
+    def _open_transports(self, endpoints: dict[str, bytes]) -> None:
+        links = self._state.links
+        if self._options.backend in (AUTO, LocalTransport.name):
+            self._transports[LocalTransport.name] = LocalTransport(
+                self._movers,
+                links.add_reader,
+                links.remove_reader,
+                self._options.allow_ptrace,
+                secrets.token_bytes,
+            )
+        if self._options.backend in (AUTO, TcpTransport.name):
+            self._transports[TcpTransport.name] = self._tcp
+        endpoints.update({name: transport.endpoint() for name, transport in self._transports.items()})
+
+    def finalize(self) -> None:
+        """Ends this life, within 2 s whatever peers do: calls under way get LLM_ENGINE_FINALIZED. Idempotent."""
+        state = self._state
+        error = EngineFinalizedError("the engine was finalized; call init again")
+        with state.condition:
+            if state.closed is not None:
+                return
+            state.closed = error
+        state.slab.clear()
+        state.flights.cut(lambda _: True, error)
+        self._close_parts("finalized")
+        _living.discard(self)
+
+    def _close_parts(self, reason: str) -> None:
+        self._state.links.stop(reason)
+        for transport in (*self._transports.values(), self._tcp):
+            transport.close()
+        self._state.workers.close(_FINALIZE_S)
+        self._movers.close()
+        self._close_pools()
+
+    def _close_pools(self) -> None:
+        """Unmaps the pools once nothing of ours writes there: the addresses may be another's the moment after."""
+        state = self._state
+        with state.condition:
+            idle = state.condition.wait_for(
+                lambda: not state.flights.where(lambda f: not f.serving), _LAST_BYTES_S
+            )
+        state.pools.close(unmap=idle)
+
+    def close_in_child(self) -> None:
+        """A forked child: closes its copies of the descriptors and touches nothing else."""
+        self._state.links.close_after_fork()
+        self._state.pools.close_after_fork()
+        for transport in self._transports.values():
+            close = getattr(transport, "close_after_fork", None)
+            if close is not None:
+                close()
+
+    # ---- what the facade asks for -------------------------------------------------------------------------
+
+    @property
+    def accessible(self) -> bool:
+        """Mode B."""
+        return self._state.accessible
+
+    @property
+    def listen_address(self) -> tuple[str, int] | None:
+        """Where it listens."""
+        address = self._state.links.listen_address
+        return (address.host, address.port) if address else None
+
+    def register(
+        self,
+        desc: CacheDesc,
+        addrs: Sequence[int],
+        keys: Sequence[CacheKey] | Sequence[BlocksCacheKey],
+        is_blocks: bool,
+        remote_accessible: bool | None,
+    ) -> Cache:
+        """See ``Catalog.register``."""
+        return self._catalog.register(
+            desc, addrs, keys, is_blocks=is_blocks, remote_accessible=remote_accessible
+        )
+
+    def unregister(self, cache_id: int) -> None:
+        """See ``Catalog.unregister``."""
+        self._catalog.unregister(cache_id)
+
+    def remap(self, ranges: Sequence[MemInfo]) -> None:
+        """See ``Catalog.remap``."""
+        self._catalog.remap(ranges)
+
+    def caches(self) -> list[CacheInfo]:
+        """See ``Catalog.infos``."""
+        return self._catalog.infos()
+
+    def allocate(
+        self, desc: CacheDesc, keys: Sequence[CacheKey] | Sequence[BlocksCacheKey], is_blocks: bool
+    ) -> Cache:
+        """See ``Allocator.allocate``."""
+        return self._allocator.allocate(desc, keys, is_blocks=is_blocks)
+
+    def deallocate(self, cache: Cache, is_blocks: bool) -> None:
+        """See ``Allocator.deallocate``."""
+        self._allocator.deallocate(cache, is_blocks=is_blocks)
+
+    def remove_key(self, key: CacheKey) -> None:
+        """See ``Allocator.remove_key``."""
+        self._allocator.remove_key(key)
+
+    def pool_info(self, placement: Placement) -> PoolInfo:
+        """See ``Allocator.pool_info``."""
+        return self._allocator.pool_info(placement)
+
+    def copy(self, request: CopyCache | CopyBlocks | SwapBlocks) -> None:
+        """See ``Copier.copy``."""
+        self._copier.copy(request)
+
+    def pull(self, request: PullCache | PullBlocks) -> None:
+        """See ``Initiator.pull``."""
+        self._initiator.pull(request)
+
+    def push(self, request: PushCache | PushBlocks) -> None:
+        """See ``Pusher.push``."""
+        self._pusher.push(request)
+
+    def pull_async(self, request: PullCache | PullBlocks) -> CacheTask:
+        """See ``Background.start``."""
+        return self._background.start(self._initiator, request)
+
+    def push_async(self, request: PushCache | PushBlocks) -> CacheTask:
+        """See ``Background.start``."""
+        return self._background.start(self._pusher, request)
+
+    def send_notify(self, cluster_id: int, notice: Notice) -> None:
+        """See ``Notifications.send``."""
+        self._notifications.send(cluster_id, notice)
+
+    def notifies(self) -> list[Notify]:
+        """See ``Notifications.take``."""
+        return self._notifications.take()
+
+    def push_layers(self, request: PushLayers) -> CacheTask:
+        """See ``LayerPusher.push_layers``."""
+        return self._layer_pusher.push_layers(request)
+
+    def link(self, targets: Sequence[tuple[int, tuple[str, int]]], timeout_ms: int) -> list[LLMStatusCode]:
+        """See ``Linking.link``."""
+        return self._linking.link(targets, timeout_ms)
+
+    def unlink(self, cluster_ids: Sequence[int], timeout_ms: int, force: bool) -> list[LLMStatusCode]:
+        """See ``Linking.unlink``."""
+        return self._linking.unlink(cluster_ids, timeout_ms, force=force)
+
+    def check_link(self, cluster_id: int) -> None:
+        """See ``Linking.check``."""
+        self._linking.check(cluster_id)
+
+    def links(self) -> list[LinkInfo]:
+        """See ``Linking.links``."""
+        return self._linking.links()
+
+    def link_error(self, cluster_id: int) -> str | None:
+        """Why the last dial failed."""
+        return self._state.links.link_error(cluster_id)
+
+
+def _helpers(transfer_threads: int) -> int:
+    """Movers beside the caller's thread; 0 threads in the options means by machine."""
+    return transfer_threads - 1 if transfer_threads else default_mover_count()
+
+
+def _first_data_frame(link_token: bytes, dialler_reads: bool) -> bytes:
+    return b"".join(
+        encode(DataHello(version=PROTOCOL_VERSION, link_token=link_token, dialler_reads=dialler_reads))
+    )
+
+
+def _close_in_child() -> None:
+    for engine in list(_living):
+        engine.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

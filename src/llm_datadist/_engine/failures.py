@@ -1,0 +1,108 @@
+"""What stopped a transfer -> the exception that its caller gets: one place for codes and texts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from llm_datadist._engine.executor import MoveError, Stale
+from llm_datadist._engine.state import describe
+from llm_datadist._link.link import Link, LinkLost
+from llm_datadist._wire.framing import ProtocolError
+from llm_datadist.status import (
+    CacheNotExistError,
+    LinkFailedError,
+    LLMException,
+    LLMStatusCode,
+    ParamInvalidError,
+    TransferTimeoutError,
+    code_of,
+    error_of,
+)
+from llm_datadist.transports.seam import Fault, FaultKind
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a transfer was about, for texts and for the code of its time-out.
+
+    Attributes:
+        what: For example "pull of BlocksCacheKey(...) into cache 3".
+        link: The peer.
+        started: Instant of ``time.monotonic()``.
+        timeout_code: LLM_WAIT_PROCESS_TIMEOUT for pulls, LLM_TIMEOUT for all others.
+    """
+
+    what: str
+    link: Link
+    started: float
+    timeout_code: LLMStatusCode
+
+    @property
+    def where(self) -> str:
+        """The transfer and its peer."""
+        return f"{self.what}, {describe(self.link)}"
+
+    def timed_out(self) -> TransferTimeoutError:
+        """The time of the call is over."""
+        elapsed = (time.monotonic() - self.started) * 1000
+        return TransferTimeoutError(
+            f"{self.where}: not complete after {elapsed:.0f} ms; raise sync_kv_timeout, or see "
+            "whether the peer is alive (check_link_status, links())",
+            status_code=self.timeout_code,
+        )
+
+    def lost(self, reason: object) -> LinkFailedError:
+        """The link went down under it."""
+        return LinkFailedError(f"{self.where}: the link went down: {reason}; call link_clusters again")
+
+    def stale(self, why: object) -> CacheNotExistError:
+        """What it reads is not there any more."""
+        return CacheNotExistError(f"{self.where}: {why}; register it there (again), then retry")
+
+    def refused(self, code: int, text: str) -> LLMException:
+        """The peer said no."""
+        known = code_of(code)
+        if known is LLMStatusCode.LLM_SUCCESS:
+            known = LLMStatusCode.LLM_UNKNOWN_ERROR  # a refusal that names no reason
+        if known is LLMStatusCode.LLM_ENGINE_FINALIZED:
+            return self.lost(text)  # the peer's engine, not the caller's
+        if known in (LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT, LLMStatusCode.LLM_TIMEOUT):
+            known = self.timeout_code
+        return error_of(known, f"{self.where}: {text}")
+
+    def invalid(self, error: ParamInvalidError) -> ParamInvalidError:
+        """A rule that needs both sides is broken."""
+        return ParamInvalidError(f"{self.where}: {error}")
+
+    def failure(self, error: Stale | MoveError | LinkLost | TimeoutError | ProtocolError) -> LLMException:
+        """The exception for what stopped it."""
+        match error:
+            case Stale():
+                return self.lost(down) if (down := self.link.down_reason) else self.stale(error)
+            case MoveError():
+                return self._moved(error.fault)
+            case LinkLost() | ProtocolError():
+                return self.lost(error)
+            case _:
+                return self.timed_out()
+
+    def _moved(self, fault: Fault) -> LLMException:
+        match fault.kind:
+            case FaultKind.TIMEOUT:
+                return self.timed_out()
+            case FaultKind.REFUSED:
+                return self.refused(fault.code, fault.text)
+            case FaultKind.DESTINATION:
+                text = f"{self.where}: destination memory cannot be written: {fault.text}; register writable memory"
+                return _caused(ParamInvalidError(text), fault)
+            case FaultKind.SOURCE:
+                text = f"{self.where}: the source cannot be read: {fault.text}; unregister before unmapping"
+                return _caused(LLMException(text, status_code=LLMStatusCode.LLM_FAILED), fault)
+            case _:
+                return _caused(self.lost(fault.text), fault)
+
+
+def _caused(error: LLMException, fault: Fault) -> LLMException:
+    error.__cause__ = fault.cause
+    return error

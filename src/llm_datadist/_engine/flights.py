@@ -1,0 +1,107 @@
+"""What is in flight: every transfer that touches a cache of ours or uses a link.
+
+So that it can be waited for and cut off.
+
+Invariant: a flight that moves bytes ends only after its last byte; so "none left" means "nothing of ours
+writes there any more".
+Thread rule: the set is guarded by the engine's condition, which is notified whenever a flight ends. Cuts
+happen outside it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from llm_datadist._link.link import Link
+from llm_datadist.status import LLMException
+
+
+class Flight:
+    """One transfer, or a copy within this process (no link).
+
+    Attributes: ``serving``: a peer reads through us, nothing is written here.
+    """
+
+    def __init__(self, link: Link | None, cache_ids: tuple[int, ...], *, serving: bool = False) -> None:
+        self._link = link
+        self.cache_ids = cache_ids
+        self.serving = serving
+        self.error: LLMException | None = None
+        self._cancel: Callable[[str], None] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def link(self) -> Link:
+        """The link of a transfer."""
+        if self._link is None:
+            raise ValueError("a copy within this process has no link")
+        return self._link
+
+    def uses(self, link: Link) -> bool:
+        """Whether it goes over that link."""
+        return self._link is link
+
+    @contextmanager
+    def cancelling(self, cancel: Callable[[str], None]) -> Iterator[None]:
+        """While inside, a cut calls ``cancel`` with its reason; at once if it was cut before."""
+        self.on_cut(cancel)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._cancel = None
+
+    def on_cut(self, cancel: Callable[[str], None]) -> None:
+        """From now on a cut calls ``cancel`` with its reason; at once if it was cut before."""
+        with self._lock:
+            self._cancel = cancel
+        if self.error is not None:
+            cancel(str(self.error))
+
+    def cut(self, error: LLMException) -> None:
+        """Ends it with ``error``; the first cut decides. The caller does not hold the engine's lock."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+            cancel = self._cancel
+        if cancel is not None:
+            cancel(str(self.error))
+
+    def check(self) -> None:
+        """Raises what it was cut off with, if it was."""
+        if self.error is not None:
+            raise self.error
+
+
+class Flights:
+    """All flights of an engine."""
+
+    def __init__(self, condition: threading.Condition) -> None:
+        self._condition = condition
+        self._all: set[Flight] = set()
+
+    def begin(self, flight: Flight) -> Flight:
+        """Enters a flight. The caller holds the lock."""
+        self._all.add(flight)
+        return flight
+
+    def end(self, flight: Flight) -> None:
+        """Takes it out and wakes who waits. The caller does not hold the lock."""
+        with self._condition:
+            self._all.discard(flight)
+            self._condition.notify_all()
+
+    def where(self, chosen: Callable[[Flight], bool]) -> list[Flight]:
+        """The flights that a predicate picks. The caller holds the lock."""
+        return [f for f in self._all if chosen(f)]
+
+    def cut(self, chosen: Callable[[Flight], bool], error: LLMException) -> None:
+        """Cuts off what the predicate picks; one that only serves is out at once. The caller holds no lock."""
+        with self._condition:
+            picked = self.where(chosen)
+            self._all.difference_update([f for f in picked if f.serving])
+            self._condition.notify_all()
+        for flight in picked:
+            flight.cut(error)

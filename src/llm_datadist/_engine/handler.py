@@ -1,0 +1,236 @@
+"""What the control plane tells the engine: handshakes, messages, links that come and go.
+
+Runs on the control thread: everything that may block is handed to a worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from llm_datadist._core.selection import Choice, candidates, choose
+from llm_datadist._engine import codec
+from llm_datadist._engine.catalog import Catalog
+from llm_datadist._engine.initiator import give_back
+from llm_datadist._engine.linking import Linking
+from llm_datadist._engine.notifications import Notifications
+from llm_datadist._engine.receiver import Receiver
+from llm_datadist._engine.responder import Responder
+from llm_datadist._engine.state import Peer, State, describe, peer_of
+from llm_datadist._link.link import Link
+from llm_datadist._link.seam import Address, DataSocket, Prepared, Unusable
+from llm_datadist._wire.framing import Frame, ProtocolError
+from llm_datadist._wire.messages import (
+    Announce,
+    DataHello,
+    Done,
+    EndNotify,
+    EndOffer,
+    Found,
+    Grant,
+    Identity,
+    Lookup,
+    NeedConnections,
+    Notify,
+    Offer,
+    PartReady,
+    Pong,
+    Release,
+    Resolve,
+    Unlink,
+    Withdraw,
+)
+from llm_datadist.status import LinkFailedError, LLMStatusCode
+from llm_datadist.transports.seam import (
+    Channel,
+    PeerEndpoint,
+    StreamTransport,
+    Transport,
+    TransportUnavailable,
+)
+
+_LOG = logging.getLogger("llm_datadist.link")
+_PROBE_S = 1.0  # for Transport.open in a handshake; on one host it takes microseconds
+_MAX_CONNECTIONS_ASKED = 64  # by one message of a peer
+
+
+class Handler:
+    """Implements ``_link.seam.LinkHandler``."""
+
+    def __init__(
+        self,
+        state: State,
+        transports: Mapping[str, Transport],
+        stream: StreamTransport,
+        catalog: Catalog,
+        responder: Responder,
+        receiver: Receiver,
+        linking: Linking,
+        notifications: Notifications,
+    ) -> None:
+        self._state = state
+        self._transports = transports
+        self._stream = stream
+        self._catalog = catalog
+        self._responder = responder
+        self._receiver = receiver
+        self._linking = linking
+        self._notifications = notifications
+
+    # ---- handshake ----------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        peer: Identity,
+        link_token: bytes,
+        address: Address | None,
+        ask_for_connections: Callable[[int], None],
+    ) -> Prepared | Unusable:
+        """Chooses the transport by which we read this peer and opens its channel."""
+        dialled = (address.host, address.port) if address else None
+
+        def endpoint(name: str) -> PeerEndpoint:
+            return PeerEndpoint(
+                peer.cluster_id, peer.endpoints[name], link_token, dialled, ask_for_connections
+            )
+
+        choice, channel = self._probe(peer, endpoint)
+        if not choice.name:
+            reasons = "; ".join(choice.reasons)
+            text = f"no transport reads cluster {peer.cluster_id} from cluster {self._state.cluster_id}: {reasons}"
+            return Unusable(LLMStatusCode.LLM_LINK_FAILED, text)
+        serving = None
+        if self._stream.name in self._transports and self._stream.name in peer.endpoints:
+            # Rights are per direction: the peer may need connections where we do not.
+            serving = self._stream.open(endpoint(self._stream.name), deadline=time.monotonic() + _PROBE_S)
+        if channel is None:
+            channel = serving
+        if channel is None:
+            return Unusable(LLMStatusCode.LLM_LINK_FAILED, f"transport {choice.name} has no channel")
+        caps = self._transports[choice.name].caps
+        return Prepared(choice.name, Peer(channel, choice.name, caps.one_sided, choice.reasons, serving))
+
+    def _probe(
+        self, peer: Identity, endpoint: Callable[[str], PeerEndpoint]
+    ) -> tuple[Choice, Channel | None]:
+        """The best transport that works, with its channel; the stream transport's is opened in any case, later."""
+        backend, names = self._state.options.backend, tuple(self._transports)
+        refusals: dict[str, str] = {}
+        channel: Channel | None = None
+        for name in candidates(names, backend, peer.backend):
+            if name not in peer.endpoints:
+                continue
+            if name == self._stream.name:
+                break
+            try:
+                channel = self._transports[name].open(endpoint(name), deadline=time.monotonic() + _PROBE_S)
+            except TransportUnavailable as exc:
+                refusals[name] = str(exc)
+            else:
+                break
+        choice = choose(names, peer.endpoints, backend, peer.backend, refusals)
+        if refusals and choice.name:
+            _LOG.info("cluster %d is read by %s: %s", peer.cluster_id, choice.name, "; ".join(choice.reasons))
+        return choice, channel
+
+    def discard(self, prepared: Prepared) -> None:
+        """The handshake failed."""
+        if isinstance(prepared.context, Peer):
+            prepared.context.close()
+
+    # ---- links -----------------------------------------------------------------------------------------------
+
+    def on_up(self, link: Link) -> None:
+        """The link is up; the first thing the peer gets is our table."""
+        state = self._state
+        with state.condition:
+            state.by_token[link.token] = link
+            if state.accessible:
+                self._catalog.announce_all(link)
+
+    def on_down(self, link: Link, reason: str) -> None:
+        """The link is gone: its leases end, its transfers fail."""
+        state = self._state
+        peer = peer_of(link)
+        with state.condition:
+            if state.by_token.get(link.token) is link:
+                del state.by_token[link.token]
+            for lease in state.leases.of_holder(link.token):
+                state.leases.end(lease)
+            state.condition.notify_all()
+        state.flights.cut(
+            lambda f: f.uses(link),
+            LinkFailedError(f"{describe(link)}: the link went down: {reason}; call link_clusters again"),
+        )
+        peer.close()
+        peer.offers.clear()
+
+    def on_data_socket(self, sock: DataSocket, hello: DataHello, leftover: bytes) -> None:
+        """A data connection came in."""
+        self._stream.adopt(sock, hello.link_token, hello.dialler_reads, leftover)
+
+    # ---- messages ----------------------------------------------------------------------------------------------
+
+    def on_message(self, link: Link, frame: Frame) -> None:
+        """A request, an announcement, or an answer that came too late."""
+        message = frame.message
+        match message:
+            case Resolve():
+                self._responder.resolve(link, message)
+            case Release():
+                self._responder.release(link, message)
+            case Lookup():
+                self._responder.lookup(link, message)
+            case Offer():
+                self._receiver.offer(link, frame, message)
+            case PartReady():
+                self._receiver.part_ready(link, message)
+            case EndOffer():
+                self._receiver.end(link, message)
+            case _:
+                self._on_other(link, frame)
+
+    def _on_other(self, link: Link, frame: Frame) -> None:
+        message = frame.message
+        match message:
+            case Announce():
+                self._announced(link, frame, message)
+            case Withdraw():
+                with self._state.condition:
+                    for cache_id in message.cache_ids:
+                        peer_of(link).table.drop(cache_id)
+            case Notify():
+                self._notifications.received(link, message)
+            case EndNotify():
+                self._notifications.withdrawn(link, message)
+            case NeedConnections():
+                self._connect(link, message)
+            case Unlink():
+                self._state.workers.submit(
+                    ("unlink", link), lambda: self._linking.unlink_asked(link, message)
+                )
+            case Grant():
+                give_back(link, message)
+            case Found() | Done() | Pong():
+                pass  # its caller has gone
+            case _:
+                raise ProtocolError(f"{type(message).__name__} on an established link")
+
+    def _announced(self, link: Link, frame: Frame, message: Announce) -> None:
+        if not self._state.accessible:
+            raise ProtocolError("a cache table was announced to a cluster in managed mode")
+        caches = [
+            codec.remote_cache(entry, codec.attachment(frame, at)) for at, entry in enumerate(message.entries)
+        ]
+        with self._state.condition:
+            for cache in caches:
+                peer_of(link).table.put(cache)
+
+    def _connect(self, link: Link, message: NeedConnections) -> None:
+        serving = peer_of(link).serving
+        if serving is None or not 0 < message.count <= _MAX_CONNECTIONS_ASKED:
+            raise ProtocolError(
+                f"{message.count} connections asked for on a link that peers read by {link.peer_reads_by}"
+            )
+        serving.dial_for_peer(message.count)

@@ -1,0 +1,119 @@
+"""One offer that we made to a peer: its parts, each under a lease of its own, and how it is withdrawn.
+
+The lease word is what makes a withdrawal sound: it is cleared before a time-out is reported, so a
+destination that finds the offer late (it was stopped, or the part was in a queue) never begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llm_datadist._core.leases import Lease
+from llm_datadist._core.notices import Notice
+from llm_datadist._core.registry import KeyName, Record
+from llm_datadist._core.requests import Layers
+from llm_datadist._core.segments import U64
+from llm_datadist._engine import codec
+from llm_datadist._engine.state import State, tell
+from llm_datadist._link.link import Link, Pending
+from llm_datadist._wire.messages import EndOffer, Offer, PartReady
+
+_FOR_EVER = float("inf")  # these leases end when we end them
+
+
+def _no_numbers() -> U64:
+    return np.empty(0, dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfferTerms:
+    """What is offered; see ``_wire.messages.Offer``."""
+
+    kind: str
+    part_tensors: int
+    layers: Layers
+    target: tuple[KeyName, int] | None = None
+    addresses: U64 = field(default_factory=_no_numbers)
+    source_batch: int = 0
+    src_blocks: U64 = field(default_factory=_no_numbers)
+    dst_blocks: U64 = field(default_factory=_no_numbers)
+    unit_nbytes: int = 0
+    notice: Notice | None = None
+
+
+class Offering:
+    """An offer under way. Used by one thread at a time."""
+
+    def __init__(self, state: State, link: Link, record: Record, terms: OfferTerms) -> None:
+        self._state = state
+        self._link = link
+        self._record = record
+        self._terms = terms
+        self._offer_id = link.next_id()
+        self._posted = False
+        self._leases: list[Lease] = []
+
+    def send_part(self, part: int, time_left_ms: int) -> tuple[Pending, Lease]:
+        """Lets the peer read a part; the first one goes out with the offer itself.
+
+        Raises:
+            LinkLost: The link is down.
+        """
+        state = self._state
+        with state.condition:
+            lease = state.leases.grant(self._link.token, self._record, _FOR_EVER)
+        self._leases.append(lease)
+        if not self._posted:
+            self._post()
+        message = PartReady(
+            id=self._link.next_id(),
+            offer_id=self._offer_id,
+            part=part,
+            lease_id=lease.lease_id,
+            lease=codec.word_message(lease.word),
+            time_left_ms=time_left_ms,
+        )
+        return self._link.call(message), lease
+
+    def end_part(self, lease: Lease) -> None:
+        """The part was read, or will not be: its lease ends."""
+        state = self._state
+        with state.condition:
+            if state.leases.end(lease):
+                state.condition.notify_all()
+        if lease in self._leases:
+            self._leases.remove(lease)
+
+    def withdraw(self) -> None:
+        """Ends all leases (first), then tells the peer to forget the offer."""
+        for lease in list(self._leases):
+            self.end_part(lease)
+        if self._posted:
+            tell(self._link, EndOffer(offer_id=self._offer_id))
+
+    def _post(self) -> None:
+        terms, record = self._terms, self._record
+        by_address = self._state.peer_reads_by_address(self._link)
+        offer = Offer(
+            id=self._offer_id,
+            kind=terms.kind,
+            source=codec.entry_of(record),
+            source_batch=terms.source_batch,
+            target=codec.key_ref(*terms.target) if terms.target else None,
+            src_layers=codec.layers_pair(terms.layers.src),
+            dst_layers=codec.layers_pair(terms.layers.dst),
+            tensors_per_layer=terms.layers.tensors_per_layer,
+            unit_nbytes=terms.unit_nbytes,
+            part_tensors=terms.part_tensors,
+            notify=(terms.notice.name, terms.notice.message) if terms.notice else None,
+        )
+        arrays = (
+            record.addresses if by_address else _no_numbers(),
+            terms.src_blocks,
+            terms.dst_blocks,
+            terms.addresses,
+        )
+        self._posted = True
+        self._link.post(offer, [codec.raw(a) for a in arrays])

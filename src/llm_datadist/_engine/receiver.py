@@ -1,0 +1,322 @@
+"""The destination's side of pushes: checks an offer against its own registry, reads the bytes, answers.
+
+Bytes are always written by the process that owns them: a push is a read by its destination. Offers are
+noted on the control thread; planning and moving run on workers, the parts of one offer in order.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llm_datadist._core import layer_plans, planning
+from llm_datadist._core.layer_plans import LayerBlocks
+from llm_datadist._core.layout import CacheSlice
+from llm_datadist._core.overlap import overlaps
+from llm_datadist._core.registry import KeyName, Record
+from llm_datadist._core.remote_table import RemoteCache
+from llm_datadist._core.requests import Layers
+from llm_datadist._core.segments import U64, Segments
+from llm_datadist._engine import codec
+from llm_datadist._engine.executor import MoveError, Stale, move
+from llm_datadist._engine.failures import Context
+from llm_datadist._engine.flights import Flight
+from llm_datadist._engine.notifications import Notifications
+from llm_datadist._engine.responder import check_accessible, describe_name
+from llm_datadist._engine.state import Peer, State, describe, peer_of, tell
+from llm_datadist._link.link import Link, LinkLost
+from llm_datadist._wire.framing import Frame, ProtocolError
+from llm_datadist._wire.messages import Done, EndOffer, Offer, PartReady
+from llm_datadist.status import (
+    CacheNotExistError,
+    LLMException,
+    LLMStatusCode,
+    ParamInvalidError,
+    TransferTimeoutError,
+    error_of,
+)
+
+_LOG = logging.getLogger("llm_datadist.engine")
+_MAX_OFFERS = 4096  # open at once on one link: more than any sane number of layer-wise tasks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """What an offer moves: the source part, and the part of ``bases`` that it goes to.
+
+    ``records``: the caches written, by key; None: raw addresses, looked up again for every part.
+    """
+
+    source: CacheSlice
+    target: CacheSlice
+    bases: U64
+    records: tuple[Record, ...] | None
+
+
+@dataclass(slots=True, eq=False)
+class ReceivedOffer:
+    """An offer of a peer, and its parts that wait."""
+
+    link: Link
+    offer: Offer
+    source: RemoteCache
+    src_blocks: U64
+    dst_blocks: U64
+    addresses: U64
+    plan: _Plan | LLMException | None = None
+    waiting: deque[tuple[PartReady, float]] = field(default_factory=deque)
+    running: bool = False
+    ended: bool = False
+    flight: Flight | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_push(self) -> bool:
+        """One call of its initiator, whose time runs from the sending; layers have theirs one by one."""
+        return self.offer.kind != "layers"
+
+
+class Receiver:
+    """Pushes of peers into our caches."""
+
+    def __init__(self, state: State, notifications: Notifications) -> None:
+        self._state = state
+        self._notifications = notifications
+
+    # ---- messages (control thread) ---------------------------------------------------------------------
+
+    def offer(self, link: Link, frame: Frame, message: Offer) -> None:
+        """Notes an offer; its parts come next."""
+        offers = peer_of(link).offers
+        if len(offers) >= _MAX_OFFERS:
+            raise ProtocolError(f"more than {_MAX_OFFERS} open offers")
+        src_blocks, dst_blocks, addresses = (codec.u64(codec.attachment(frame, at)) for at in range(1, 4))
+        source = codec.remote_cache(message.source, codec.attachment(frame, 0))
+        if message.part_tensors < 1 or message.kind not in ("cache", "blocks", "layers"):
+            raise ProtocolError(
+                f"offer of kind {message.kind!r} with parts of {message.part_tensors} tensors"
+            )
+        offers[message.id] = ReceivedOffer(link, message, source, src_blocks, dst_blocks, addresses)
+
+    def part_ready(self, link: Link, message: PartReady) -> None:
+        """A part may be read: queued behind the earlier parts of its offer."""
+        offer = peer_of(link).offers.get(message.offer_id)
+        if not isinstance(offer, ReceivedOffer):
+            _reply(
+                link, message, LLMStatusCode.LLM_FAILED, f"offer {message.offer_id} is not known (any more)"
+            )
+            return
+        with offer.lock:
+            offer.waiting.append((message, time.monotonic()))
+            if offer.running:
+                return
+            offer.running = True
+        self._state.workers.submit(link, lambda: self._work(offer))
+
+    def end(self, link: Link, message: EndOffer) -> None:
+        """Forgets an offer and stops what runs of it."""
+        offer = peer_of(link).offers.pop(message.offer_id, None)
+        if not isinstance(offer, ReceivedOffer):
+            return
+        with offer.lock:
+            offer.ended = True
+            flight = offer.flight
+        if flight is not None:
+            flight.cut(TransferTimeoutError("withdrawn by its initiator"))
+
+    # ---- moving (workers) ----------------------------------------------------------------------------------
+
+    def _work(self, offer: ReceivedOffer) -> None:
+        while True:
+            with offer.lock:
+                if not offer.waiting:
+                    offer.running = False
+                    return
+                message, received_at = offer.waiting.popleft()
+            try:
+                nbytes = self._part(offer, message, received_at if offer.is_push else time.monotonic())
+                self._notify(offer)
+            except LLMException as exc:
+                _reply(offer.link, message, exc.status_code, str(exc))
+            except Exception as exc:
+                _LOG.exception("part %d of a push by %s failed", message.part, describe(offer.link))
+                _reply(
+                    offer.link,
+                    message,
+                    LLMStatusCode.LLM_FAILED,
+                    f"{type(exc).__name__} at the destination: {exc}",
+                )
+            else:
+                _reply(offer.link, message, LLMStatusCode.LLM_SUCCESS, "", nbytes)
+
+    def _part(self, offer: ReceivedOffer, message: PartReady, started: float) -> int:
+        plan = self._plan_of(offer)
+        first = message.part * offer.offer.part_tensors
+        count = min(offer.offer.part_tensors, plan.source.tensor_count - first)
+        if message.part < 0 or count < 1:
+            raise ParamInvalidError(f"part {message.part} of an offer of {plan.source.tensor_count} tensors")
+        deadline = started + max(0, message.time_left_ms) / 1000
+        source, target = plan.source.tensors(first, count), plan.target.tensors(first, count)
+        context = Context(_what(offer), offer.link, started, LLMStatusCode.LLM_TIMEOUT)
+        flight = self._begin(offer, plan, target)
+        try:
+            self._move(offer, message, source, target, plan.bases, deadline, flight)
+        except (Stale, MoveError, LinkLost, TimeoutError) as exc:
+            flight.check()
+            if isinstance(exc, Stale) and not exc.begun:
+                raise TransferTimeoutError(
+                    f"{context.where}: withdrawn by its initiator before it had begun"
+                ) from None
+            raise context.failure(exc) from exc
+        finally:
+            self._state.flights.end(flight)
+        return target.nbytes
+
+    def _notify(self, offer: ReceivedOffer) -> None:
+        """The data is there: what the initiator says to it goes into our queue, unless it has given up."""
+        if offer.offer.notify is None:
+            return
+        name, text = offer.offer.notify
+        with offer.lock:
+            if offer.ended:
+                raise TransferTimeoutError("withdrawn by its initiator before its notification")
+            try:
+                self._notifications.enter(offer.link, name, text)
+            except LLMException as exc:
+                raise error_of(
+                    exc.status_code, f"the data is complete, but not its notification: {exc}"
+                ) from exc
+
+    def _begin(self, offer: ReceivedOffer, plan: _Plan, target: CacheSlice) -> Flight:
+        state = self._state
+        with state.condition:
+            state.check_open()
+            records = plan.records
+            if records is None:
+                records = self._owners(plan.bases, target)
+            for record in records:
+                if state.registry.get(record.cache_id) is not record:
+                    raise CacheNotExistError(f"cache {record.cache_id} was unregistered at the destination")
+            flight = state.flights.begin(Flight(offer.link, tuple(r.cache_id for r in records)))
+        with offer.lock:
+            offer.flight = flight
+            ended = offer.ended
+        if ended:
+            flight.cut(TransferTimeoutError("withdrawn by its initiator"))
+        return flight
+
+    def _move(
+        self,
+        offer: ReceivedOffer,
+        message: PartReady,
+        source: CacheSlice,
+        target: CacheSlice,
+        bases: U64,
+        deadline: float,
+        flight: Flight,
+    ) -> None:
+        peer: Peer = peer_of(offer.link)
+        destination = target.extents(bases)
+        lease = codec.word_of(message.lease)
+        if not peer.one_sided:
+            chosen = codec.selector(
+                source, offer.source.cache_id, offer.source.word, (message.lease_id, lease)
+            )
+            move(peer, Segments(chosen, destination), (), deadline, flight)
+            return
+        where = source.extents(offer.source.addresses)
+        if offer.link.is_self and overlaps(where, destination):
+            raise ParamInvalidError(
+                "source and destination of the push overlap; they are the same memory of one process"
+            )
+        move(peer, Segments(where, destination), (lease,), deadline, flight)
+
+    # ---- planning (workers) ----------------------------------------------------------------------------------
+
+    def _plan_of(self, offer: ReceivedOffer) -> _Plan:
+        """The plan of the whole offer, made once: a bad one moves nothing of any part."""
+        if offer.plan is None:
+            try:
+                offer.plan = self._plan(offer)
+            except LLMException as exc:
+                offer.plan = exc
+                _LOG.warning("refused a %s of %s: %s", _what(offer), describe(offer.link), exc)
+        if isinstance(offer.plan, LLMException):
+            raise offer.plan
+        return offer.plan
+
+    def _plan(self, offer: ReceivedOffer) -> _Plan:
+        target_key = offer.offer.target
+        if (target_key is not None) != self._state.accessible:
+            here = "accessible" if self._state.accessible else "managed"
+            raise ParamInvalidError(
+                f"a push by {'key' if target_key else 'address'} to a cluster in {here} mode"
+            )
+        if target_key is None:
+            return self._plan_by_address(offer)
+        name, batch = codec.key_name(target_key), target_key.batch_index
+        with self._state.condition:
+            found = self._state.registry.find(name)
+        if found is None:
+            raise CacheNotExistError(f"no cache at the destination has the key {describe_name(name)}")
+        record = found[0]
+        check_accessible(record)
+        source, target = self._plan_by_key(offer, record, batch, name)
+        return _Plan(source, target, record.addresses, (record,))
+
+    def _plan_by_key(
+        self, offer: ReceivedOffer, record: Record, batch: int, name: KeyName
+    ) -> tuple[CacheSlice, CacheSlice]:
+        src, dst, message = offer.source.layout, record.layout, offer.offer
+        layers = Layers(
+            codec.layers_of(message.src_layers),
+            codec.layers_of(message.dst_layers),
+            message.tensors_per_layer,
+        )
+        if message.kind == "blocks":
+            return planning.plan_blocks(src, offer.src_blocks, dst, offer.dst_blocks, layers)
+        if message.kind == "layers":
+            return layer_plans.plan_layers_by_key(
+                src, message.source_batch, dst, batch,
+                dst_is_blocks=record.is_blocks, blocks=_blocks(offer), layers=layers,
+            )  # fmt: skip
+        if record.is_blocks:
+            raise ParamInvalidError(
+                f"{describe_name(name)} is a blocks cache; push_cache needs a cache, use push_blocks"
+            )
+        return planning.plan_slot_push(src, message.source_batch, dst, batch, layers)
+
+    def _plan_by_address(self, offer: ReceivedOffer) -> _Plan:
+        layers = Layers(codec.layers_of(offer.offer.src_layers), None, layer_plans.TENSORS_PER_LAYER)
+        source, target = layer_plans.plan_layers_by_address(
+            offer.source.layout, offer.offer.source_batch, len(offer.addresses), _blocks(offer), layers
+        )
+        with self._state.condition:
+            self._owners(offer.addresses, target)
+        return _Plan(source, target, offer.addresses, None)
+
+    def _owners(self, bases: U64, target: CacheSlice) -> tuple[Record, ...]:
+        chosen = bases[target.first_tensor : target.first_tensor + target.tensor_count]
+        offsets, lengths = layer_plans.written_units(chosen, target)
+        return tuple(self._state.registry.owners_of(chosen, offsets, lengths))
+
+
+def _blocks(offer: ReceivedOffer) -> LayerBlocks:
+    return LayerBlocks(offer.src_blocks, offer.dst_blocks, offer.offer.unit_nbytes)
+
+
+def _what(offer: ReceivedOffer) -> str:
+    target = offer.offer.target
+    if target is None:
+        first = int(offer.addresses[0]) if np.size(offer.addresses) else 0
+        return f"push ({offer.offer.kind}) to raw addresses from {first:#x}"
+    return f"push ({offer.offer.kind}) to {describe_name(codec.key_name(target))}"
+
+
+def _reply(link: Link, message: PartReady, code: LLMStatusCode, text: str, nbytes: int = 0) -> None:
+    tell(link, Done(id=message.id, code=code, text=text, nbytes=nbytes))

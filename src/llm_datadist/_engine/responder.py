@@ -1,0 +1,209 @@
+"""The owner's side of pulls: finds keys, gives and ends leases, serves reads over transports that need us.
+
+Runs on the control thread and on the transports' serving threads: nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import time
+
+from llm_datadist._core.layout import CacheSlice, check_slice
+from llm_datadist._core.leases import Lease
+from llm_datadist._core.registry import KeyName, Record
+from llm_datadist._core.segments import Extents
+from llm_datadist._engine import codec
+from llm_datadist._engine.allocating import Allocator
+from llm_datadist._engine.catalog import Catalog
+from llm_datadist._engine.flights import Flight
+from llm_datadist._engine.state import State, peer_of, tell
+from llm_datadist._link.link import Link
+from llm_datadist._wire.framing import ProtocolError
+from llm_datadist._wire.messages import Done, Found, Grant, Lookup, ReadRequest, Release, Resolve
+from llm_datadist.status import CacheNotExistError, LLMException, LLMStatusCode, ParamInvalidError
+from llm_datadist.transports.seam import Fault, FaultKind
+
+_LONGEST_LEASE_S = 24 * 3600.0  # a peer names its own time-out (int32 ms); nobody waits longer than this
+
+
+class Responder:
+    """Answers peers that read us. Implements ``transports.seam.ReadSource``."""
+
+    def __init__(self, state: State, catalog: Catalog, allocator: Allocator) -> None:
+        self._state = state
+        self._catalog = catalog
+        self._allocator = allocator
+
+    # ---- messages -----------------------------------------------------------------------------------------
+
+    def resolve(self, link: Link, message: Resolve) -> None:
+        """Mode A: a lease on what the key names, or the refusal."""
+        state = self._state
+        name = codec.key_name(message.key)
+        now = time.monotonic()
+        left = min(max(message.time_left_ms, 0) / 1000, _LONGEST_LEASE_S)
+        try:
+            with state.condition:
+                state.check_open()
+                if state.accessible:
+                    raise ParamInvalidError("this cluster is in accessible mode; leases are for managed mode")
+                record, batch = self._find(name)
+                state.leases.expire(now)
+                key = name if name.kind == "req" else None
+                if name.kind == "cache":
+                    key = state.registry.request_key_of(record.cache_id, message.key.batch_index)
+                lease = state.leases.grant(link.token, record, now + left, key)
+        except LLMException as exc:
+            tell(link, Done(id=message.id, code=exc.status_code, text=str(exc)))
+            return
+        grant = Grant(
+            id=message.id,
+            lease_id=lease.lease_id,
+            lease=codec.word_message(lease.word),
+            entry=codec.entry_of(record),
+            batch_index=batch,
+        )
+        tell(link, grant, self._catalog.addresses_for(link, record))
+
+    def release(self, link: Link, message: Release) -> None:
+        """The reader is done."""
+        state = self._state
+        with state.condition:
+            lease = state.leases.get(message.lease_id, link.token, time.monotonic())
+            if lease is None:
+                return
+            state.leases.end(lease)
+            state.condition.notify_all()
+        peer_of(link).bytes_out += max(0, message.nbytes)
+        if message.ok and lease.key is not None:
+            self._allocator.pulled(lease.record, lease.key, message.first_tensor, message.tensor_stop)
+
+    def lookup(self, link: Link, message: Lookup) -> None:
+        """Mode B: a key that the peer's copy of our table does not have."""
+        state = self._state
+        name = codec.key_name(message.key)
+        try:
+            with state.condition:
+                state.check_open()
+                if not state.accessible:
+                    raise ParamInvalidError("this cluster is in managed mode; it has no table for peers")
+                record, batch = self._find(name)
+                check_accessible(record)
+                entry = codec.entry_of(record, state.registry.names_of(record))
+        except LLMException as exc:
+            tell(link, Done(id=message.id, code=exc.status_code, text=str(exc)))
+            return
+        tell(
+            link,
+            Found(id=message.id, entry=entry, batch_index=batch),
+            self._catalog.addresses_for(link, record),
+        )
+
+    def _find(self, name: KeyName) -> tuple[Record, int]:
+        found = self._state.registry.find(name)
+        if found is None:
+            raise CacheNotExistError(f"no cache here has the key {describe_name(name)}")
+        return found
+
+    # ---- reads that we serve --------------------------------------------------------------------------------
+
+    def open(self, link_token: bytes, selector: bytes) -> Serving | Fault:
+        """Finds, checks and pins what a reader asked for."""
+        try:
+            request, part = codec.read_selector(selector)
+            return self._open(link_token, request, part)
+        except ProtocolError as exc:
+            return Fault(FaultKind.REFUSED, str(exc), LLMStatusCode.LLM_PARAM_INVALID)
+        except LLMException as exc:
+            return Fault(FaultKind.REFUSED, str(exc), exc.status_code)
+
+    def _open(self, link_token: bytes, request: ReadRequest, part: CacheSlice) -> Serving:
+        state = self._state
+        with state.condition:
+            state.check_open()
+            link = state.by_token.get(link_token)
+            if link is None:
+                raise CacheNotExistError("the link of this read is down here")
+            lease = self._lease(link, request)
+            record = lease.record if lease else self._record(request)
+            flight = Flight(link, (record.cache_id,), serving=True)
+            state.flights.begin(flight)
+        try:
+            check_slice(part, record.layout, unit_nbytes=record.layout.stride_nbytes)
+            extents = part.extents(record.addresses)
+        except BaseException:
+            state.flights.end(flight)
+            raise
+        return Serving(state, extents, flight, lease)
+
+    def _lease(self, link: Link, request: ReadRequest) -> Lease | None:
+        if not request.lease_id:
+            if self._state.accessible:
+                return None
+            raise ParamInvalidError("a read without a lease; managed mode needs one")
+        lease = self._state.leases.get(request.lease_id, link.token, time.monotonic())
+        if (
+            lease is None
+            or lease.word.value != request.lease_value
+            or lease.record.cache_id != request.cache_id
+        ):
+            raise CacheNotExistError(f"lease {request.lease_id} on cache {request.cache_id} has ended")
+        return lease
+
+    def _record(self, request: ReadRequest) -> Record:
+        record = self._state.registry.get(request.cache_id)
+        if record is None or record.word.value != request.generation:
+            raise CacheNotExistError(
+                f"cache {request.cache_id} of that generation is not registered any more"
+            )
+        check_accessible(record)
+        return record
+
+
+class Serving:
+    """One read being served. Implements ``transports.seam.Serving``."""
+
+    def __init__(self, state: State, extents: Extents, flight: Flight, lease: Lease | None) -> None:
+        self.extents = extents
+        self._state = state
+        self._flight = flight
+        self._lease = lease
+
+    def check(self) -> Fault | None:
+        """Whether the reader may still have these bytes."""
+        error = self._flight.error
+        if error is not None:
+            return Fault(FaultKind.REFUSED, str(error), error.status_code)
+        if self._lease is not None:
+            with self._state.condition:
+                held = self._state.leases.get(self._lease.lease_id, self._lease.holder, time.monotonic())
+            if held is None:
+                return Fault(FaultKind.REFUSED, "the lease has ended", LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+        return None
+
+    def close(self) -> None:
+        """It is over."""
+        self._state.flights.end(self._flight)
+
+
+def check_accessible(record: Record) -> None:
+    """Mode B may only touch what was opened to peers.
+
+    Raises:
+        ParamInvalidError: It was not.
+    """
+    if not record.remote_accessible:
+        raise ParamInvalidError(
+            f"cache {record.cache_id} was registered with remote_accessible=False (the default for placement HOST); "
+            "register it with remote_accessible=True"
+        )
+
+
+def describe_name(name: KeyName) -> str:
+    """A key name in a text."""
+    match name.kind:
+        case "cache":
+            return f"cache_id={name.id}"
+        case "blocks":
+            return f"BlocksCacheKey(model_id={name.model_id})"
+        case _:
+            return f"{name.kind}_id={name.id}, model_id={name.model_id}"

@@ -1,0 +1,157 @@
+"""What the parts of one engine share: the lock and everything under it.
+
+Thread rule: ``condition`` guards registry, leases, flights and the peers' tables. Nothing that blocks,
+logs user objects or calls back happens under it: decide under the lock, act outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from llm_datadist._core.leases import Leases
+from llm_datadist._core.options import Options
+from llm_datadist._core.registry import GenerationWord, Record, Registry
+from llm_datadist._core.remote_table import RemoteTable
+from llm_datadist._engine.flights import Flights
+from llm_datadist._engine.pools import Pools
+from llm_datadist._engine.workers import Workers
+from llm_datadist._link.link import Link, LinkLost
+from llm_datadist._link.service import LinkService
+from llm_datadist._wire.framing import Buffer
+from llm_datadist._wire.messages import Message
+from llm_datadist.caches import Cache
+from llm_datadist.devices.slab import Slab
+from llm_datadist.status import CacheNotExistError, EngineFinalizedError, LLMException, NotLinkedError
+from llm_datadist.transports.seam import Channel, StreamChannel, TransportCaps
+
+_GRACE = 0.1  # of sync_kv_timeout: a call may take its time and a fifth
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """What the engine keeps for one link (``Link.context``)."""
+
+    channel: Channel
+    transport: str
+    one_sided: bool
+    reasons: tuple[str, ...]
+    serving: StreamChannel | None = (
+        None  # on which the peer may read us by connections, whatever we read it by
+    )
+    table: RemoteTable = field(default_factory=RemoteTable)
+    offers: dict[int, object] = field(default_factory=dict)
+    closing: bool = False  # an unlink is being agreed: no new transfers of ours
+    unlinked: bool = False  # the peer was told that it may drop the link
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+    def close(self) -> None:
+        """Cancels what runs on its channels."""
+        self.channel.close()
+        if self.serving is not None:
+            self.serving.close()
+
+
+def peer_of(link: Link) -> Peer:
+    """The engine's side of a link."""
+    peer = link.context
+    if not isinstance(peer, Peer):
+        raise TypeError(f"{link!r} has no peer of this engine")
+    return peer
+
+
+def tell(link: Link, message: Message, *attachments: Buffer) -> None:
+    """Sends what nobody needs when the link is gone: answers, releases, withdrawals."""
+    with contextlib.suppress(LinkLost):
+        link.send(message, attachments)
+
+
+def describe(link: Link) -> str:
+    """A peer in an error text."""
+    return f"cluster {link.cluster_id} at {link.address}"
+
+
+class State:
+    """Shared by the parts of one engine life."""
+
+    def __init__(self, cluster_id: int, options: Options, caps: Mapping[str, TransportCaps]) -> None:
+        self.cluster_id = cluster_id
+        self.options = options
+        self.accessible = options.accessible
+        self.caps = caps
+        self.condition = threading.Condition(threading.Lock())
+        self.slab = Slab()
+        self.registry = Registry()
+        self.leases = Leases(self.new_word, self.clear_word)
+        self.flights = Flights(self.condition)
+        self.workers = Workers("llm-datadist-worker")
+        self.pools = Pools(options.pools)
+        self.links: LinkService
+        self.by_token: dict[bytes, Link] = {}  # links that are up, the hidden end of a self link included
+        self.life = object()  # handles of an earlier life are refused
+        self.closed: LLMException | None = None
+
+    @property
+    def timeout_s(self) -> float:
+        """What one pull or push may take."""
+        return self.options.sync_kv_timeout_ms / 1000
+
+    @property
+    def grace_s(self) -> float:
+        """How long after the time of a call a peer may take to say whether it has stopped or was done."""
+        return self.timeout_s * _GRACE
+
+    def new_word(self) -> GenerationWord:
+        """A word with a random value; zero is what cleared and fresh memory holds, so never that."""
+        value = secrets.randbits(64) | 1
+        return GenerationWord(self.slab.allocate(value), value)
+
+    def clear_word(self, word: GenerationWord) -> None:
+        """Readers that compare it from now on see that it has changed."""
+        self.slab.release(word.address)
+
+    def check_open(self) -> None:
+        """Raises when the engine was finalized."""
+        if self.closed is not None:
+            raise EngineFinalizedError(str(self.closed))
+
+    def record_of(self, cache: Cache) -> Record:
+        """The registered cache behind a handle. The caller holds the lock.
+
+        Raises:
+            CacheNotExistError: Unregistered, or of another engine or an earlier life.
+        """
+        if not cache.belongs_to(self.life):
+            raise CacheNotExistError(
+                f"cache {cache.cache_id} was not registered with this engine since its init; register it again"
+            )
+        record = self.registry.get(cache.cache_id)
+        if record is None:
+            raise CacheNotExistError(
+                f"cache {cache.cache_id} is not registered (any more); register it before use"
+            )
+        return record
+
+    def link_to(self, cluster_id: int) -> Link:
+        """The link to a cluster.
+
+        Raises:
+            NotLinkedError: There is none, or it is being unlinked.
+        """
+        link = self.links.get(cluster_id)
+        if link is None:
+            why = self.links.link_error(cluster_id)
+            hint = f"; the last attempt failed: {why}" if why else ""
+            raise NotLinkedError(f"there is no link to cluster {cluster_id}; call link_clusters first{hint}")
+        if peer_of(link).closing:
+            raise NotLinkedError(f"the link to {describe(link)} is being unlinked; call link_clusters again")
+        return link
+
+    def peer_reads_by_address(self, link: Link) -> bool:
+        """Whether the peer reads our memory by address, so that it needs addresses."""
+        caps = self.caps.get(link.peer_reads_by)
+        return caps is not None and caps.one_sided
