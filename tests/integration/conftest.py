@@ -1,0 +1,50 @@
+"""The usual set-up of an integration test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.pair import COMBOS, MODE_A, MODE_B, Combo, Pair, make_pair
+from tests.support.pool import Spawner
+
+
+@pytest.fixture(params=COMBOS, ids=str)
+def combo(request: pytest.FixtureRequest) -> Combo:
+    """Both modes on both transports."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(params=MODE_B, ids=str)
+def combo_b(request: pytest.FixtureRequest) -> Combo:
+    """Mode B on both transports (pushes)."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(params=MODE_A, ids=str)
+def combo_a(request: pytest.FixtureRequest) -> Combo:
+    """Mode A on both transports."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def pair(spawn: Spawner, combo: Combo) -> Pair:
+    """P and D, not initialised yet."""
+    return make_pair(spawn, combo)
+
+
+@pytest.fixture
+def pair_a(spawn: Spawner, combo_a: Combo) -> Pair:
+    return make_pair(spawn, combo_a)
+
+
+@pytest.fixture
+def pair_b(spawn: Spawner, combo_b: Combo) -> Pair:
+    return make_pair(spawn, combo_b)
+
+
+@pytest.fixture
+def pair_of(spawn: Spawner) -> Callable[[str, str], Pair]:
+    """P and D of one given mode and transport."""
+    return lambda mode, backend: make_pair(spawn, Combo(mode, backend))

@@ -1,0 +1,308 @@
+"""§6: allocated caches between two processes: moved in every mode and transport, and released by pull (mode A)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from llm_datadist import CacheKey, LLMStatusCode
+from tests.support import actors, allocated
+from tests.support.pair import D_ID, P_ID, SEED, SUCCESS, Pair, Shape, about, by_id, by_request, of_model
+from tests.support.peers import Peer, Running
+
+INVALID = LLMStatusCode.LLM_PARAM_INVALID
+GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+MIB = 1 << 20
+POOLS = {"MemPoolConfig": allocated.pool(4 * MIB), "HostMemPoolConfig": allocated.pool(MIB, 12)}
+SHAPE = Shape(tensors=4, dim0=2, stride=1000)
+
+
+def up(pair: Pair, **more: str) -> Pair:
+    return pair.up(timeout_ms=5000, **POOLS, **more)
+
+
+def source(pair: Pair, kind: str = "slots", name: str = "src", shape: Shape = SHAPE, **how: object) -> int:
+    pair.sources[name] = (shape, SEED)
+    memory = {"tensors": shape.tensors, "dim0": shape.dim0, "stride": shape.stride}
+    return int(pair.p.call(getattr(allocated, kind), name, seed=SEED, **memory, **how))
+
+
+def slot(batch: int = 0, to: int = 0, nbytes: int = SHAPE.stride) -> list[tuple[int, int, int]]:
+    return [(batch * SHAPE.stride, to * SHAPE.stride, nbytes)]
+
+
+def prefix(number: int, cluster_id: int = P_ID) -> CacheKey:
+    return CacheKey(cluster_id, 2**64 - 1, 0, number)
+
+
+# ---- moving --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", ["DEVICE", "HOST"])
+def test_allocated_caches_are_source_and_destination(pair: Pair, placement: str) -> None:
+    up(pair)
+    cache_id = source(pair, placement=placement)
+    source(pair, "blocks", "paged", model_id=3, placement=placement)
+    pair.d.call(allocated.slots, "dst", tensors=4, dim0=2, stride=1000, placement=placement)
+    pair.pull_cache(by_id(cache_id, 1), 0).ok()
+    pair.right(slot(1))
+    pair.d.call(actors.refill, "dst", None)
+    pair.d.call(allocated.blocks, "dst2", tensors=4, dim0=2, stride=1000, placement=placement)
+    pair.pull_blocks([1, 0], [0, 1], of_model(3), "dst2").ok()
+    pair.blocks_right([1, 0], [0, 1], "paged", "dst2")
+    pair.unchanged()
+
+
+def test_pushes_between_allocated_caches(pair_b: Pair) -> None:
+    pair = up(pair_b)
+    source(pair)
+    source(pair, "blocks", "paged", model_id=3)
+    to = pair.d.call(allocated.slots, "dst", tensors=4, dim0=2, stride=1000)
+    pair.d.call(allocated.blocks, "dst2", model_id=5, tensors=4, dim0=2, stride=1000)
+    pair.p.call(actors.push_cache, by_id(to, 1, D_ID), "src", 0)
+    pair.right(slot(0, 1))
+    pair.p.call(actors.push_blocks, of_model(5, D_ID), "paged", [0], [1])
+    pair.blocks_right([0], [1], "paged", "dst2")
+
+
+def test_a_host_allocation_is_remote_accessible(pair_b: Pair) -> None:
+    up(pair_b)
+    source(pair_b, placement="HOST")
+    assert pair_b.p.call(allocated.caches) == [(1, "cache", (), True, True, 0)]
+
+
+# ---- released by pull ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def managed(pair_a: Pair) -> Pair:
+    """P has an allocated cache with requests 5 and 6; D a destination."""
+    up(pair_a)
+    source(pair_a, keys=[(5, 0), (6, 0)])
+    pair_a.slot_destination(shape=SHAPE)
+    return pair_a
+
+
+def keys_become(pair: Pair, *wanted: tuple[str, int]) -> bool:
+    return bool(pair.p.call(allocated.bound_becomes, wanted) == sorted(wanted))
+
+
+def test_a_pull_releases_its_request_key_and_the_last_one_a_deallocated_cache(managed: Pair) -> None:
+    pair = managed
+    pair.p.call(allocated.deallocate, "src")
+    pair.p.call(allocated.deallocate, "src")
+    assert pair.p.call(allocated.caches)[0][:2] == (1, "cache")
+    pair.pull_cache(by_request(5), 0).ok()
+    pair.right(slot(0))
+    pair.pull_cache(by_request(5), 0).expect(GONE, "req_id=5")
+    assert keys_become(pair, ("req", 6))
+    pair.pull_cache(by_request(6), 1).ok()
+    pair.right(slot(0) + slot(1, 1))
+    pair.pull_cache(by_request(6), 1).expect(GONE)
+    assert pair.p.call(allocated.caches) == []
+    assert pair.p.call(allocated.all_free)
+
+
+def test_a_cache_that_is_not_deallocated_outlives_its_keys(managed: Pair) -> None:
+    pair = managed
+    for req_id in (5, 6):
+        pair.pull_cache(by_request(req_id)).ok()
+    assert keys_become(pair)
+    pair.pull_cache(by_id(1, 1), 0).ok()
+    pair.right(slot(1))
+    pair.p.call(allocated.deallocate, "src")
+    pair.pull_cache(by_id(1, 1)).expect(GONE)
+    assert pair.p.call(allocated.all_free)
+
+
+def test_a_pull_by_cache_id_releases_the_key_bound_to_that_slot(managed: Pair) -> None:
+    managed.pull_cache(by_id(1, 1), 0).ok()
+    managed.pull_cache(by_request(6)).expect(GONE)
+    assert keys_become(managed, ("req", 5))
+
+
+def test_layers_are_counted_per_key(managed: Pair) -> None:
+    pair = managed
+    one = {"tensor_num_per_layer": 2, "src_layer_range": range(1), "dst_layer_range": range(1)}
+    for _ in range(3):
+        pair.pull_cache(by_request(5), **one).ok()
+    pair.pull_cache(by_request(6), src_layer_range=range(1, 2), dst_layer_range=range(1, 2)).ok()
+    assert keys_become(pair, ("req", 5), ("req", 6))
+    pair.pull_cache(by_request(5), src_layer_range=range(1, 2), dst_layer_range=range(1, 2)).ok()
+    pair.pull_cache(by_request(5)).expect(GONE)
+    assert keys_become(pair, ("req", 6))
+
+
+def test_pull_blocks_by_request_key_releases_it_too(managed: Pair) -> None:
+    pair = managed
+    pair.destination("dst2", Shape(tensors=4, dim0=8, stride=300))
+    pair.pull_blocks([], [1, 3, 5, 7], by_request(5), "dst2").ok()
+    pieces = [(k * 300, to * 300, min(300, 1000 - k * 300)) for k, to in enumerate((1, 3, 5, 7))]
+    pair.right(pieces, name="dst2")
+    pair.pull_blocks([], [1], by_request(5), "dst2").expect(GONE)
+
+
+def test_a_failed_pull_releases_nothing(managed: Pair) -> None:
+    pair = managed
+    pair.slot_destination("small", Shape(tensors=2, dim0=2, stride=1000))
+    pair.pull_cache(by_request(5), name="small").expect(INVALID, "4 tensors at the source against 2")
+    pair.pull_cache(by_request(5), 0, 1001).expect(INVALID)
+    pair.pull_cache(by_request(5), 0).ok()
+    pair.right(slot(0))
+
+
+def test_registered_caches_and_prefix_keys_are_not_released(managed: Pair) -> None:
+    pair = managed
+    pair.slots("mine", SHAPE, keys=[(8, 0)])
+    source(pair, name="shared", prefixes=[7], keys=[(9, 0)])
+    pair.p.call(allocated.deallocate, "shared")
+    for _ in range(2):
+        pair.pull_cache(by_request(8), 0).ok()
+        pair.pull_cache(prefix(7), 1).ok()
+        pair.pull_cache(by_id(3, 1), 1).ok()
+    pair.pull_cache(by_request(9)).ok()
+    assert keys_become(pair, ("req", 5), ("req", 6), ("req", 8), ("prefix", 7))
+    pair.p.call(allocated.remove_key, prefix(7, 99))
+    pair.pull_cache(prefix(7)).expect(GONE, "prefix_id=7")
+    pair.p.call(allocated.remove_key, by_request(8, 0, 99))
+    pair.p.call(allocated.remove_key, by_request(8, 0, 99))
+    pair.pull_cache(by_request(8)).expect(GONE)
+    assert [c[0] for c in pair.p.call(allocated.caches)] == [1, 2]
+
+
+def test_prefix_keys_serve_pull_blocks_and_exclude_a_request_id(managed: Pair) -> None:
+    pair = managed
+    source(pair, name="shared", prefixes=[7])
+    pair.destination("dst2", Shape(tensors=4, dim0=8, stride=300))
+    for _ in range(2):
+        pair.pull_blocks([], [2], prefix(7), "dst2").ok()
+    pair.right([(0, 600, 300)], "shared", "dst2")
+    pair.pull_cache(CacheKey(P_ID, 5, 0, 7)).expect(INVALID, "both a req_id and a prefix_id")
+    pair.pull_cache(CacheKey(P_ID, 2**64 - 1)).expect(INVALID, "neither a req_id nor a prefix_id")
+
+
+def test_in_mode_b_keys_stay(pair_b: Pair) -> None:
+    pair = up(pair_b)
+    source(pair, keys=[(5, 0)])
+    pair.d.call(allocated.blocks, "dst", tensors=4, dim0=8, stride=1000)
+    pair.p.call(allocated.deallocate, "src")
+    for block in range(3):
+        pair.pull_blocks([], [block], by_request(5)).ok()
+    pair.right([(0, block * 1000, 1000) for block in range(3)])
+    pair.p.call(allocated.remove_key, by_request(5))
+    pair.pull_blocks([], [4], by_request(5)).expect(GONE)
+    assert pair.p.call(allocated.all_free)
+
+
+# ---- withdrawn by the owner --------------------------------------------------------------------------------
+
+
+def _reads(pair: Pair, cache_id: int, kind: str, name: str) -> Callable[[], None]:
+    if kind == "slots":
+        return lambda: pair.pull_cache(by_id(cache_id, 1), 0, name=name).expect(GONE) and None
+    return lambda: pair.pull_blocks([1], [0], of_model(3), name).expect(GONE) and None
+
+
+@pytest.mark.parametrize("kind", ["slots", "blocks"])
+@pytest.mark.parametrize("how", ["deallocate", "unregister"])
+def test_s1_what_is_deallocated_is_gone_for_peers_at_once(pair: Pair, kind: str, how: str) -> None:
+    up(pair)
+    pair.d.call(getattr(allocated, kind), "dst", tensors=4, dim0=2, stride=1000)
+    for _ in range(10):
+        cache_id = source(pair, kind, **({"model_id": 3} if kind == "blocks" else {}))
+        read = _reads(pair, cache_id, kind, "dst")
+        module = allocated if how == "deallocate" else actors
+        pair.p.call(getattr(module, how), "src")
+        read()
+        pair.unchanged()
+    assert pair.p.call(allocated.all_free)
+
+
+def test_unregister_frees_a_cache_that_keys_hold(managed: Pair) -> None:
+    managed.p.call(allocated.deallocate, "src")
+    managed.p.call(actors.unregister, "src")
+    assert managed.p.call(allocated.all_free)
+    managed.pull_cache(by_request(5)).expect(GONE)
+    managed.unchanged()
+
+
+# ---- readers that hold a lease --------------------------------------------------------------------------------
+
+
+def holds_a_lease(peer: Peer, key: object) -> Running:
+    """A pull of that peer, granted and not begun; ``allocated.open_gate`` lets it go on."""
+    peer.call(allocated.close_gate)
+    running = peer.start(actors.pull_cache, key, "dst", 0)
+    assert peer.call(allocated.gate_reached)
+    return running
+
+
+@pytest.fixture
+def impatient(pair_a: Pair) -> Pair:
+    """P waits 0.5 s for readers, D has 20 s for a pull; P's pool has room for one cache."""
+    pair_a.up(link=False, timeout_ms=500, MemPoolConfig=allocated.pool(4 << 16))
+    pair_a.d.call(actors.finalize)
+    pair_a.d.call(actors.up, D_ID, actors.options("A", pair_a.combo.backend, None, 20_000))
+    pair_a.link()
+    source(pair_a, keys=[(5, 0)])
+    pair_a.slot_destination(shape=SHAPE)
+    return pair_a
+
+
+def test_a_deallocation_waits_for_a_reader_that_holds_a_lease(impatient: Pair) -> None:
+    pair = impatient
+    pair.p.call(allocated.remove_key, by_request(5))
+    reading = holds_a_lease(pair.d, by_id(1))
+    assert pair.p.call(allocated.caches)[0][5] == 1
+    ending = pair.p.start(allocated.deallocate, "src")
+    actors.pause(0.2)
+    assert not ending.done()
+    pair.d.call(allocated.open_gate)
+    reading.result()
+    ending.result()
+    pair.right(slot(0))
+    assert pair.p.call(allocated.all_free)
+
+
+def test_a_deallocation_cuts_off_a_reader_that_takes_longer_than_the_timeout(impatient: Pair) -> None:
+    pair = impatient
+    pair.p.call(allocated.remove_key, by_request(5))
+    reading = holds_a_lease(pair.d, by_id(1))
+    ended = pair.p.attempt(allocated.deallocate, "src")
+    assert about(0.5, ended.elapsed), ended
+    assert pair.p.call(allocated.all_free)
+    pair.d.call(allocated.open_gate)
+    reading.outcome().expect(GONE)
+    pair.unchanged()
+
+
+def test_one_that_held_its_lease_finishes_after_the_key_was_released(
+    impatient: Pair, spawn: Callable[[], Peer]
+) -> None:
+    pair, third = impatient, spawn()
+    third.call(actors.up, 3, actors.options("A", pair.combo.backend))
+    assert third.call(actors.link, [(P_ID, pair.address)])[0] == SUCCESS
+    third.call(actors.slot_cache, "dst", tensors=4, dim0=2, stride=1000)
+    pair.p.call(allocated.deallocate, "src")
+    reading = holds_a_lease(pair.d, by_request(5))
+    third.call(actors.pull_cache, by_request(5), "dst")
+    assert pair.p.call(allocated.bound_becomes, ()) == []
+    assert third.attempt(actors.pull_cache, by_request(5), "dst").code == GONE
+    actors.pause(0.7)  # longer than P waits when it cuts off
+    assert pair.p.call(allocated.free_nbytes) == 0, "memory that is being read was given away"
+    pair.d.call(allocated.open_gate)
+    reading.result()
+    pair.right(slot(0))
+    assert pair.p.call(allocated.all_free)
+
+
+def test_finalize_does_not_wait_for_a_reader(impatient: Pair) -> None:
+    pair = impatient
+    pair.p.call(allocated.deallocate, "src")
+    reading = holds_a_lease(pair.d, by_request(5))
+    pair.p.call(allocated.remove_key, by_request(5))
+    assert pair.p.attempt(actors.finalize).elapsed < 2
+    pair.d.call(allocated.open_gate)
+    assert reading.outcome().code in (LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK)
+    pair.unchanged()

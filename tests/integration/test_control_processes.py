@@ -1,0 +1,119 @@
+"""Links between real processes: killed, stopped, forked, dialling at the same moment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from llm_datadist._link.link import LinkLost
+from llm_datadist._wire.messages import Unlink
+from llm_datadist.status import LLMStatusCode
+from tests.support.link_peer import LinkPeer
+from tests.support.links import Engine
+
+OK = LLMStatusCode.LLM_SUCCESS
+
+
+def descriptors() -> list[str]:
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return names
+
+
+def test_l6_two_processes_dial_at_the_same_moment() -> None:
+    with Engine(1) as a, LinkPeer(2) as b:
+        for number in range(50):
+            b.say(f"dial 1 {a.address.port}")
+            assert a.service.dial([b.target], 3) == [OK]
+            assert b.hear() == "LLM_SUCCESS"
+            link = a.service.get(2)
+            assert link is not None and len(a.service.links()) == 1
+            a.service.ping(link, time.monotonic() + 2)
+            assert b.ask("links") == "1"
+            if number % 2:
+                a.service.drop(link, "next", tell=True)
+            else:
+                assert b.ask("drop 1") == "0"
+        assert a.notes.wait_for(lambda: len(a.notes.downs) == 50)
+
+
+def test_a_killed_process_is_noticed_at_once_and_may_come_back() -> None:
+    with Engine(1) as a:
+        for _ in range(3):
+            with LinkPeer(2) as b:
+                assert a.service.dial([b.target], 3) == [OK]
+                link = a.service.get(2)
+                assert link is not None
+                a.notes.answers = False
+                pending = link.call(Unlink(id=link.next_id(), time_left_ms=1))
+                os.kill(b.process.pid, signal.SIGSTOP)
+                os.kill(b.process.pid, signal.SIGKILL)
+                began = time.monotonic()
+                try:
+                    pending.wait(began + 5)
+                except LinkLost:
+                    assert time.monotonic() - began < 0.5
+                assert a.notes.wait_for(lambda: a.service.get(2) is None, 0.5)
+
+
+def test_t2_a_stopped_process_is_silent_then_down_then_links_again() -> None:
+    with Engine(1, heartbeat_ms=50, link_timeout_ms=600) as a, LinkPeer(2, 50, 600) as b:
+        assert a.service.dial([b.target], 3) == [OK]
+        os.kill(b.process.pid, signal.SIGSTOP)
+        try:
+            assert a.service.dial([b.target], 0.3) == [LLMStatusCode.LLM_TIMEOUT], (
+                "a stopped peer is no dead one"
+            )
+            link = a.service.get(2)
+            assert link is not None and link.state == "silent"
+            assert a.notes.wait_for(lambda: bool(a.notes.downs), 2)
+        finally:
+            os.kill(b.process.pid, signal.SIGCONT)
+        assert a.service.dial([b.target], 3) == [OK]
+        assert b.ask("links") == "1"
+
+
+def test_a_short_stop_of_both_sides_costs_no_link() -> None:
+    with LinkPeer(1, 50, 400) as a, LinkPeer(2, 50, 400) as b:
+        assert a.ask(f"dial 2 {b.target.address.port}") == "LLM_SUCCESS"
+        for peer in (a, b):
+            os.kill(peer.process.pid, signal.SIGSTOP)
+        threading.Event().wait(0.8)
+        for peer in (a, b):
+            os.kill(peer.process.pid, signal.SIGCONT)
+        threading.Event().wait(0.3)
+        assert a.ask("links") == b.ask("links") == "1"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_f1_a_forked_child_closes_its_copies_and_the_parent_does_not_notice() -> None:
+    with Engine(1) as a, LinkPeer(2) as b:
+        assert a.service.dial([b.target], 3) == [OK]
+        link = a.service.get(2)
+        assert link is not None
+        before = [name for name in descriptors() if name.startswith(("socket:", "anon_inode:"))]
+        assert len(before) >= 4, "listener, link, selector and wake-up"
+        out, into = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                a.service.close_after_fork()
+                bad = [name for name in descriptors() if name.startswith(("socket:", "anon_inode:"))]
+                os.write(into, repr(bad).encode())
+            finally:
+                os._exit(0)
+        os.close(into)
+        with os.fdopen(out) as answer:
+            assert answer.read() == "[]"
+        os.waitpid(pid, 0)
+        a.service.ping(link, time.monotonic() + 2)
+        assert a.service.dial([b.target], 3) == [LLMStatusCode.LLM_ALREADY_LINK]
+        with LinkPeer(3) as c:
+            assert c.ask(f"dial 1 {a.address.port}") == "LLM_SUCCESS", "the parent still accepts"

@@ -1,0 +1,208 @@
+"""Rows S: what the owner withdrew is never read as if it were still there."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from llm_datadist import LLMException, LLMStatusCode
+from tests.support import actors
+from tests.support.memory import Mapping
+from tests.support.pair import SEED, SUCCESS, Pair, Shape, by_id, by_request, of_model
+from tests.support.pool import Spawner
+from tests.support.slow import slow_pair
+from tests.support.world import World
+
+GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+FIXED_ADDRESS = 0x5100_0000_0000
+
+
+def _rounds(pair: Pair, full: int, few: int) -> int:
+    """Repeat counts hold for one combination; the others repeat a few times."""
+    return full if str(pair.combo) == "B-local" else few
+
+
+@pytest.mark.parametrize("kind", ["blocks", "request", "id"])
+def test_s1_a_withdrawn_cache_is_not_read(pair: Pair, kind: str) -> None:
+    if kind == "request" and pair.combo.mode == "B":
+        pytest.skip("mode B has no request keys for pull_cache")
+    pair.up()
+    pair.source("other")
+    pair.destination("dst")
+    pair.slot_destination("slots")
+    name = "dst" if kind == "blocks" else "slots"
+    for at in range(_rounds(pair, 100, 15)):
+        if kind == "blocks":
+            pair.source("src", model_id=1)
+        else:
+            cache_id = pair.slots("src", keys=[(at + 1, 5)])
+        pair.p.call(actors.unregister, "src")
+        if kind == "blocks":
+            outcome = pair.pull_blocks([0], [0], of_model(1))
+        else:
+            key = by_request(at + 1, 5) if kind == "request" else by_id(cache_id)
+            outcome = pair.pull_cache(key, name="slots")
+        outcome.expect(GONE)
+        pair.p.call(actors.unmap, "src")
+        pair.unchanged(name)
+    pair.pull_blocks([1], [2]).ok()
+    pair.blocks_right([1], [2], source="other")
+
+
+GENERATION_SHAPE = Shape(tensors=4, dim0=32, stride=65536)  # long enough to be torn, 2 ms or so
+
+
+@pytest.mark.parametrize(("seconds", "at_least"), [(2.0, 10), pytest.param(10.0, 50, marks=pytest.mark.slow)])
+def test_s2_a_pull_holds_one_generation_only(pair: Pair, seconds: float, at_least: int) -> None:
+    pair.up()
+    pair.p.call(actors.make, "src", **GENERATION_SHAPE.memory())
+    pair.destination(shape=GENERATION_SHAPE)
+    until = time.monotonic() + seconds
+    churn = pair.p.start(_churn, until)
+    pulls = pair.d.call(_pull_until, until)
+    lives = churn.result()
+    good = [(began, ended, generations) for began, ended, code, generations in pulls if code == SUCCESS]
+    for began, ended, generations in good:
+        assert len(generations) == 1, f"one pull holds the generations {generations}"
+        start, end = lives[generations[0]]
+        assert start <= ended and began <= end, f"generation {generations[0]} was not registered meanwhile"
+    assert {code for _, _, code, _ in pulls} <= {SUCCESS, GONE}
+    assert len(good) >= at_least
+    assert len(pulls) - len(good) >= at_least
+
+
+def _churn(w: World, until: float) -> dict[int, tuple[float, float]]:
+    """Generation -> from when until when it was (at most) registered."""
+    held, rng, lives, generation = w.held["src"], random.Random(3), {}, 0
+    while time.monotonic() < until:
+        generation += 1
+        for t in range(held.tensors):
+            held.tensor(t).view(np.uint32)[:] = generation
+        began = time.monotonic()
+        actors.blocks_cache(w, "src", model_id=0)
+        time.sleep(rng.uniform(0, 0.005))
+        actors.unregister(w, "src")
+        lives[generation] = (began, time.monotonic())
+        time.sleep(rng.uniform(0, 0.002))
+    return lives
+
+
+def _pull_until(w: World, until: float) -> list[tuple[float, float, LLMStatusCode, list[int]]]:
+    held, results = w.held["dst"], []
+    blocks = list(range(GENERATION_SHAPE.dim0))
+    while time.monotonic() < until:
+        began, code = time.monotonic(), SUCCESS
+        try:
+            actors.pull_blocks(w, of_model(0), "dst", blocks, blocks)
+        except LLMException as exc:
+            code = exc.status_code
+        ended = time.monotonic()
+        seen: set[int] = set()
+        if code == SUCCESS:
+            for t in range(held.tensors):
+                words = held.tensor(t).view(np.uint32)
+                whole = bool((words == words[0]).all())
+                seen |= {int(words[0])} if whole else set(np.unique(words).tolist())
+        results.append((began, ended, code, sorted(seen)))
+    return results
+
+
+def test_s3_a_larger_mapping_at_the_same_address(pair: Pair) -> None:
+    pair.up()
+    small, large = (Shape(tensors=1, dim0=n, stride=65536) for n in (16, 32))
+    pair.destination(shape=large)
+    pair.source(shape=small, address=FIXED_ADDRESS, gap=0)
+    pair.pull_blocks([15], [0]).ok()
+    pair.blocks_right([15], [0])
+    pair.d.call(actors.refill, "dst", None)
+    pair.p.call(actors.unregister, "src")
+    assert pair.p.call(actors.unmap, "src") == FIXED_ADDRESS
+    pair.source(shape=large, seed=SEED + 1, address=FIXED_ADDRESS, gap=0)
+    pair.pull_blocks([31], [31]).ok()
+    pair.blocks_right([31], [31])
+
+
+def test_s4_a_cache_registered_after_linking_is_seen_at_once(pair: Pair) -> None:
+    pair.up()
+    pair.destination()
+    for at in range(_rounds(pair, 200, 20)):
+        name = f"src{at}"
+        pair.source(name, seed=SEED + at, model_id=at)
+        pair.pull_blocks([at % 8], [3], of_model(at)).ok()
+        pair.blocks_right([at % 8], [3], source=name)
+        pair.d.call(actors.refill, "dst", None)
+
+
+def test_s4_slots_by_id_and_request_are_seen_at_once(pair: Pair) -> None:
+    pair.up()
+    pair.slot_destination()
+    for at in range(10):
+        cache_id = pair.slots(f"src{at}", seed=SEED + at, keys=[(at, 0), (at + 100, 0)])
+        key = by_request(at + 100) if pair.combo.mode == "A" else by_id(cache_id, 1)
+        pair.pull_cache(key, 2).ok()
+        pair.right([([1024], [2048], 1024)], source=f"src{at}")
+        pair.d.call(actors.refill, "dst", None)
+
+
+@pytest.mark.parametrize("mode", ["A", "B"])
+def test_s5_memory_withdrawn_while_it_is_read(spawn: Spawner, mode: str) -> None:
+    with slow_pair(spawn, mode) as pair:
+        pair.up_slow()
+        shape = Shape(tensors=2, dim0=10, stride=1 << 20)
+        pair.source(shape=shape)
+        pair.source("other", model_id=1)
+        pair.destination(shape=shape)
+        pair.destination("small")
+        blocks = list(range(10))
+        running = pair.d.start(_timed_pull, blocks)
+        actors.pause(0.5)
+        unregistered_at = pair.p.call(_unregister_and_unmap)
+        outcome, ended_at = running.result()
+        if mode == "A":
+            assert outcome == SUCCESS
+            assert unregistered_at >= ended_at - 0.05
+        assert outcome in (SUCCESS, GONE)
+        if outcome == SUCCESS:
+            pair.blocks_right(blocks, blocks)
+        pair.pull_blocks([1], [2], of_model(1), "small").ok()
+        pair.blocks_right([1], [2], source="other", name="small")
+
+
+def _timed_pull(w: World, blocks: list[int]) -> tuple[LLMStatusCode, float]:
+    try:
+        actors.pull_blocks(w, of_model(0), "dst", blocks, blocks)
+    except LLMException as exc:
+        return exc.status_code, time.monotonic()
+    return SUCCESS, time.monotonic()
+
+
+def _unregister_and_unmap(w: World) -> float:
+    actors.unregister(w, "src")
+    returned = time.monotonic()
+    actors.unmap(w, "src")
+    return returned
+
+
+def test_memory_that_is_no_longer_mapped_fails_and_the_link_lives(
+    pair_of: Callable[[str, str], Pair],
+) -> None:
+    """A cache whose memory its owner unmapped without unregistering: LLM_FAILED, and the link lives."""
+    for backend in ("local", "tcp"):
+        pair = pair_of("B", backend).up()
+        pair.source()
+        pair.source("other", model_id=1)
+        pair.destination()
+        pair.p.call(_unmap_under_the_cache)
+        pair.pull_blocks([0], [0]).expect(LLMStatusCode.LLM_FAILED)
+        pair.d.call(actors.refill, "dst", None)
+        pair.pull_blocks([3], [4], of_model(1)).ok()
+        pair.blocks_right([3], [4], source="other")
+
+
+def _unmap_under_the_cache(w: World) -> None:
+    mapping: Mapping = w.held["src"].mapping
+    mapping.close()

@@ -1,0 +1,118 @@
+"""An engine that records what the facade asks of it: for tests of arguments alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llm_datadist._core.options import Options
+from llm_datadist.caches import Cache, CacheDesc
+from llm_datadist.clusters import LinkInfo
+from llm_datadist.enums import LLMRole
+from llm_datadist.infos import PoolInfo
+from llm_datadist.status import LLMStatusCode, NotLinkedError
+from llm_datadist.tasks import CacheTask, TaskBook
+
+
+class FakeEngine:
+    """Succeeds at everything. ``calls`` holds (method, arguments) in order."""
+
+    def __init__(self, role: LLMRole, cluster_id: int, options: Options) -> None:
+        self.role = role
+        self.cluster_id = cluster_id
+        self.options = options
+        self.calls: list[tuple[Any, ...]] = []
+        self.link_codes: dict[int, LLMStatusCode] = {}
+        self.link_errors: dict[int, str] = {}
+        self.start_error: BaseException | None = None
+        self.listen_address = options.listen
+        self.accessible = options.accessible
+
+    def start(self) -> None:
+        self.calls.append(("start",))
+        if self.start_error is not None:
+            raise self.start_error
+
+    def finalize(self) -> None:
+        self.calls.append(("finalize",))
+
+    def register(
+        self,
+        desc: CacheDesc,
+        addrs: Sequence[int],
+        keys: Sequence[Any],
+        is_blocks: bool,
+        remote_accessible: bool | None,
+    ) -> Cache:
+        self.calls.append(("register", desc, addrs, keys, is_blocks, remote_accessible))
+        return Cache(len(self.calls), desc, addrs, is_blocks, life=self)
+
+    def unregister(self, cache_id: int) -> None:
+        self.calls.append(("unregister", cache_id))
+
+    def remap(self, ranges: Sequence[Any]) -> None:
+        self.calls.append(("remap", ranges))
+
+    def caches(self) -> list[Any]:
+        self.calls.append(("caches",))
+        return []
+
+    def allocate(self, desc: CacheDesc, keys: Sequence[Any], is_blocks: bool) -> Cache:
+        self.calls.append(("allocate", desc, keys, is_blocks))
+        return Cache(len(self.calls), desc, [1] * desc.num_tensors, is_blocks, life=self)
+
+    def deallocate(self, cache: Cache, is_blocks: bool) -> None:
+        self.calls.append(("deallocate", cache, is_blocks))
+
+    def remove_key(self, key: Any) -> None:
+        self.calls.append(("remove_key", key))
+
+    def pool_info(self, placement: Any) -> PoolInfo:
+        self.calls.append(("pool_info", placement))
+        return PoolInfo(1, 1, 1, 0)
+
+    def copy(self, request: Any) -> None:
+        self.calls.append(("copy", request))
+
+    def pull(self, request: Any) -> None:
+        self.calls.append(("pull", request))
+
+    def push(self, request: Any) -> None:
+        self.calls.append(("push", request))
+
+    def pull_async(self, request: Any) -> CacheTask:
+        self.calls.append(("pull_async", request))
+        return TaskBook(1, lambda: None).task
+
+    def push_async(self, request: Any) -> CacheTask:
+        self.calls.append(("push_async", request))
+        return TaskBook(1, lambda: None).task
+
+    def send_notify(self, cluster_id: int, notice: Any) -> None:
+        self.calls.append(("send_notify", cluster_id, notice))
+
+    def notifies(self) -> list[Any]:
+        self.calls.append(("notifies",))
+        return []
+
+    def push_layers(self, request: Any) -> CacheTask:
+        self.calls.append(("push_layers", request))
+        return TaskBook(len(request.configs), lambda: None).task
+
+    def link(self, targets: list[tuple[int, tuple[str, int]]], timeout_ms: int) -> list[LLMStatusCode]:
+        self.calls.append(("link", targets, timeout_ms))
+        return [self.link_codes.get(cluster_id, LLMStatusCode.LLM_SUCCESS) for cluster_id, _ in targets]
+
+    def unlink(self, cluster_ids: list[int], timeout_ms: int, force: bool) -> list[LLMStatusCode]:
+        self.calls.append(("unlink", cluster_ids, timeout_ms, force))
+        return [self.link_codes.get(cluster_id, LLMStatusCode.LLM_SUCCESS) for cluster_id in cluster_ids]
+
+    def check_link(self, cluster_id: int) -> None:
+        self.calls.append(("check_link", cluster_id))
+        raise NotLinkedError(f"no link to cluster {cluster_id}")
+
+    def links(self) -> list[LinkInfo]:
+        return [LinkInfo(2, "10.0.0.1:26000", "tcp", (), "up", 0.0, 0, 0)]
+
+    def link_error(self, cluster_id: int) -> str | None:
+        return self.link_errors.get(cluster_id)

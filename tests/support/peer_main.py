@@ -1,0 +1,70 @@
+"""The other end of ``peers.Peer``: a process that runs functions it is told, each on a thread of its own.
+
+Started as ``python -m tests.support.peer_main FD``. Functions travel by reference (tests only).
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.support.world import World
+
+PREFIX = "harness-"
+
+
+class _Server:
+    def __init__(self, fd: int) -> None:
+        self._conn = Connection(fd)
+        self._sending = threading.Lock()
+        self._world = World()
+        self._main: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+
+    def serve(self) -> None:
+        """Reads requests on a thread, so that the main one is free for calls that need it."""
+        threading.Thread(target=self._read, name=PREFIX + "reader", daemon=True).start()
+        self._send(("ready", None, None, 0.0))
+        while (request := self._main.get()) is not None:
+            self._run(*request)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                request = self._conn.recv()
+            except (EOFError, OSError):
+                self._main.put(None)
+                return
+            number, on_main, *call = request
+            if on_main:
+                self._main.put((number, *call))
+            else:
+                threading.Thread(
+                    target=self._run, args=(number, *call), name=f"{PREFIX}call-{number}", daemon=True
+                ).start()
+
+    def _run(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        began = time.monotonic()
+        try:
+            value = func(self._world, *args, **kwargs)
+            reply = (number, value, None, time.monotonic() - began)
+        except BaseException as exc:  # whatever it is, it belongs to the caller
+            elapsed = time.monotonic() - began
+            reply = (number, None, (exc, exc.__cause__, traceback.format_exc()), elapsed)
+        try:
+            self._send(reply)
+        except Exception as exc:
+            text = f"the result of {func} cannot travel: {exc!r}; {reply[1:3]!r}"
+            self._send((number, None, (RuntimeError(text), None, ""), reply[3]))
+
+    def _send(self, reply: tuple[Any, ...]) -> None:
+        with self._sending:
+            self._conn.send(reply)
+
+
+if __name__ == "__main__":
+    _Server(int(sys.argv[1])).serve()

@@ -1,0 +1,73 @@
+"""Peers made of bare sockets: ones that speak as told, stay silent, or never accept."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+from llm_datadist._link.seam import Address
+from llm_datadist._wire.framing import Decoder, encode
+from llm_datadist._wire.messages import PROTOCOL_VERSION, Confirm, Hello, Identity, Message, Welcome
+
+
+class RawPeer:
+    """A peer made of a bare socket."""
+
+    def __init__(self, address: Address | None = None, *, sock: socket.socket | None = None) -> None:
+        self.sock = sock or socket.create_connection((address.host, address.port))  # type: ignore[union-attr]
+        self.sock.settimeout(5)
+        self._decoder = Decoder(64 << 20)
+        self._frames: list[Message] = []
+
+    def say(self, *messages: Message) -> None:
+        for message in messages:
+            self.sock.sendall(b"".join(bytes(chunk) for chunk in encode(message)))
+
+    def hear(self) -> Message | None:
+        """The next message; None at the end of the stream."""
+        while not self._frames:
+            try:
+                data = self.sock.recv(65536)
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            self._frames += [frame.message for frame in self._decoder.feed(data)]
+        return self._frames.pop(0)
+
+    def link(self, target_id: int, cluster_id: int = 9, instance: bytes = b"r" * 16, **options: int) -> None:
+        me = identity(cluster_id, instance, **options)
+        self.say(Hello(version=PROTOCOL_VERSION, target_id=target_id, identity=me))
+        assert isinstance(self.hear(), Welcome)
+        self.say(Confirm(reads_by="x"))
+        self.hear()
+
+    def __enter__(self) -> RawPeer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.sock.close()
+
+
+def identity(cluster_id: int = 9, instance: bytes = b"r" * 16, **options: int) -> Identity:
+    return Identity(cluster_id=cluster_id, instance=instance, role=1, accessible=False, **options)
+
+
+@contextlib.contextmanager
+def listening_socket(backlog: int = 8) -> Iterator[tuple[socket.socket, Address]]:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen(backlog)
+        sock.settimeout(5)
+        yield sock, Address("127.0.0.1", sock.getsockname()[1])
+
+
+@contextlib.contextmanager
+def swallowing_address() -> Iterator[Address]:
+    with listening_socket(0) as (_, address), contextlib.ExitStack() as stack:
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex((address.host, address.port))
+        yield address

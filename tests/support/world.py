@@ -1,0 +1,97 @@
+"""What one peer process holds between calls: an engine, caches and their memory, a baseline for leaks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.support.memory import FILL, Mapping, pattern
+
+GAP = 64  # guard bytes between the tensors of one cache
+
+
+@dataclass
+class Held:
+    """A cache of a test: one mapping that holds its tensors, ``GAP`` guard bytes apart."""
+
+    mapping: Mapping
+    tensors: int
+    tensor_nbytes: int
+    starts: list[int]
+    cache: Any = None
+    desc: Any = None
+
+    @property
+    def addresses(self) -> list[int]:
+        return [self.mapping.address + start for start in self.starts]
+
+    def whole(self) -> NDArray[np.uint8]:
+        return self.mapping.view(0, self.mapping.nbytes)
+
+    def tensor(self, index: int) -> NDArray[np.uint8]:
+        return self.mapping.view(self.starts[index], self.tensor_nbytes)
+
+    def fill(self, seed: int | None) -> None:
+        self.whole()[:] = FILL
+        if seed is not None:
+            for t in range(self.tensors):
+                self.tensor(t)[:] = pattern(seed, t, self.tensor_nbytes)
+
+
+@dataclass
+class World:
+    """State of one peer."""
+
+    dist: Any = None
+    held: dict[str, Held] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
+    baseline: tuple[int, int] = (0, 0)
+
+    def hold(
+        self, name: str, tensors: int, tensor_nbytes: int, skew: int = 0, address: int = 0, gap: int = GAP
+    ) -> Held:
+        pitch = tensor_nbytes + gap
+        mapping = Mapping(skew + tensors * pitch, address)
+        held = Held(mapping, tensors, tensor_nbytes, [skew + t * pitch for t in range(tensors)])
+        self.held[name] = held
+        return held
+
+    def release(self) -> None:
+        """Everything back to the start; the engine first, then the memory under it."""
+        if self.dist is not None:
+            with contextlib.suppress(RuntimeError):
+                self.dist.finalize()
+            self.dist = None
+        for extra in self.extras.values():
+            if hasattr(extra, "finalize"):
+                extra.finalize()
+            elif hasattr(extra, "close"):
+                extra.close()
+        self.extras.clear()
+        for held in self.held.values():
+            held.mapping.close()
+        self.held.clear()
+
+
+def footprint() -> tuple[int, int]:
+    """Open descriptors and threads of this process, the harness's own threads not counted."""
+    threads = [t for t in threading.enumerate() if not t.name.startswith("harness-")]
+    return len(os.listdir("/proc/self/fd")), len(threads)
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 5.0) -> bool:
+    """Polls until the condition holds; False when it does not within the time."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
