@@ -1,0 +1,107 @@
+"""What prefill and decode have in common: how they start, load the model, make their engine and report."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Event, Thread
+
+from examples.demo.lines import Lines, Message, PeerGoneError
+from examples.demo.settings import BLOCK_SIZE, Settings
+from examples.llama import Llama, PagedCache, Tokenizer
+from examples.llama.gguf_file import ModelFileError, load
+from llm_datadist import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    DataType,
+    LLMConfig,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+)
+
+_PROGRESS_INTERVAL = 0.05
+
+Role = Callable[[Settings, Message, Lines, Lines], None]
+
+
+def run(role: Role) -> None:
+    """The main program of a child: ``python -m MODULE CONTROL_FD HANDOFF_FD``.
+
+    Control is the line to the driver, hand-off the one to the other role. The first message on control
+    holds the settings; after it the driver says nothing more, so that its end is all there is to hear.
+    """
+    control, handoff = (Lines(socket.socket(fileno=int(fd))) for fd in sys.argv[1:3])
+    start = control.receive()
+    # What goes wrong is reported as one line by the driver.
+    logging.getLogger("llm_datadist").setLevel(logging.CRITICAL)
+    Thread(target=_end_with_driver, args=(control,), daemon=True).start()
+    try:
+        role(Settings(**start.pop("settings")), start, control, handoff)
+    except PeerGoneError:
+        # The other process's end is the cause; the driver names it and ends this one too.
+        Event().wait()
+    except (ModelFileError, LLMException, ValueError) as error:
+        control.send({"event": "failed", "text": str(error)})
+    except Exception as error:
+        control.send({"event": "failed", "text": f"{type(error).__name__}: {error}"})
+
+
+def _end_with_driver(control: Lines) -> None:
+    try:
+        control.receive()
+    except PeerGoneError:
+        os._exit(3)
+
+
+def load_model(settings: Settings, control: Lines) -> tuple[Llama, Tokenizer]:
+    """Loads the model and tells the driver how far it is."""
+    told = 0.0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now >= told + _PROGRESS_INTERVAL or done == total:
+            told = now
+            control.send({"event": "progress", "done": done, "total": total})
+
+    return load(Path(settings.model), tell)
+
+
+def make_engine(role: LLMRole, cluster_id: int, settings: Settings, listen: str | None = None) -> LLMDataDist:
+    """An initialised engine in the mode and with the transport that were asked for."""
+    config = LLMConfig()
+    config.enable_cache_manager = True
+    config.enable_remote_cache_accessible = settings.mode == "accessible"
+    config.transfer_backend = settings.transport
+    config.sync_kv_timeout = 10_000
+    if listen is not None:
+        config.listen_ip_info = listen
+    datadist = LLMDataDist(role, cluster_id)
+    datadist.init(config.generate_options())
+    return datadist
+
+
+def make_cache(
+    model: Llama, num_blocks: int, datadist: LLMDataDist, cluster_id: int
+) -> tuple[PagedCache, Cache]:
+    """A paged cache, and the handle under which the engine knows its memory."""
+    paged = PagedCache(model.config, num_blocks, BLOCK_SIZE)
+    desc = CacheDesc(len(paged.tensors), paged.shape, DataType.DT_FLOAT)
+    handle = datadist.cache_manager.register_blocks_cache(desc, paged.addresses, BlocksCacheKey(cluster_id))
+    return paged, handle
+
+
+def kv_digest(paged: PagedCache, blocks: Sequence[int]) -> str:
+    """SHA-256 over the bytes of those blocks in every tensor."""
+    digest = hashlib.sha256()
+    for tensor in paged.tensors:
+        digest.update(tensor[list(blocks)].tobytes())
+    return digest.hexdigest()
