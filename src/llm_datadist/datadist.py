@@ -1,4 +1,4 @@
-"""LLMDataDist: the life of an engine, and its links.
+"""LLMDataDist: the life of an engine; its links are in ``links``.
 
 Every call checks the state first, then types and ranges, and hands a plain request to the engine.
 Threads: any; init and finalize of one object exclude each other.
@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llm_datadist import _instances
 from llm_datadist._core.notices import checked_notice
 from llm_datadist._core.options import Options, parse_options
 from llm_datadist.cache_manager import CacheManager
-from llm_datadist.checks import check_int32, check_isinstance, check_uint64
-from llm_datadist.clusters import LinkInfo, LLMClusterInfo, Notify
+from llm_datadist.checks import check_isinstance, check_uint64
+from llm_datadist.clusters import Notify
 from llm_datadist.enums import LLMRole
-from llm_datadist.status import EngineFinalizedError, LLMStatusCode, ParamInvalidError
+from llm_datadist.links import Links, checked_timeout, listen_of
+from llm_datadist.status import EngineFinalizedError, ParamInvalidError
 
 if TYPE_CHECKING:
     from llm_datadist._engine.engine import Engine
 
 _log = logging.getLogger("llm_datadist")
-_link_log = logging.getLogger("llm_datadist.link")
 
 
-class LLMDataDist:
+class LLMDataDist(Links):
     """One member of a serving cluster: its caches, its links and the transfers between them.
 
     Args:
@@ -41,14 +40,13 @@ class LLMDataDist:
     """
 
     def __init__(self, role: LLMRole, cluster_id: int) -> None:
+        super().__init__()
         self._role: LLMRole = check_isinstance("role", role, LLMRole)
         self._cluster_id = check_uint64("cluster_id", cluster_id)
         self._life_lock = _instances.new_life_lock()
         self._engine: Engine | None = None
         self._pid: int | None = None  # of the process that this life belongs to
         self._finalized = False
-        self._needs_local_ip = True
-        self._problems: dict[int, str] = {}
         self._cache_manager = CacheManager(self._live)
 
     @property
@@ -80,6 +78,7 @@ class LLMDataDist:
                 return
             parsed = parse_options(options)
             _warn_of_unknown(parsed.unknown)
+            _warn_of_loopback(parsed.advertise_ip)
             _instances.claim(self, beside_others=parsed.allow_multiple_instances)
             self._pid = os.getpid()
             try:
@@ -89,8 +88,7 @@ class LLMDataDist:
                 self._pid = None
                 _instances.release(self)
                 raise
-            self._needs_local_ip = parsed.needs_local_ip
-            self._problems = {}
+            self._begin_links(parsed.needs_local_ip)
             self._finalized = False
             self._engine = engine
 
@@ -139,95 +137,42 @@ class LLMDataDist:
         """Where the engine listens, with the real port; None without a listener."""
         return self._live().listen_address
 
-    def link_clusters(
-        self, clusters: Sequence[LLMClusterInfo], timeout: int = 3000
-    ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Links with clusters, in parallel.
+    def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
+        """Takes another role, or the same, and listens where the options say. Caches stay.
 
         Args:
-            clusters: Each with its id and exactly one remote address.
-            timeout: Time for all of it, ms, int32 and > 0.
-
-        Returns:
-            The last code that is not LLM_SUCCESS (or LLM_SUCCESS), and one code per cluster; see
-            :meth:`link_error` for the reason of one.
+            role: The new role; it has no influence on what may be transferred.
+            switch_options: ``llm.listenIpInfo``: listen there (again, if it is another address). Without it:
+                do not listen any more. Other keys are ignored.
 
         Raises:
             TypeError: A wrong type.
-            ValueError: ``timeout`` outside int32.
-            ParamInvalidError: ``timeout`` not positive, an id or the local address not set.
+            ParamInvalidError: A bad address.
+            LLMException: LLM_EXIST_LINK: there are links. LLM_FAILED: it cannot listen there; nothing has changed.
         """
         engine = self._live()
-        ids = _ids_of(clusters)
-        timeout_ms = _checked_timeout(timeout)
-        if self._needs_local_ip:
-            _check_local_ip(clusters)
-        codes = [LLMStatusCode.LLM_PARAM_INVALID] * len(ids)
-        dialled: list[int] = []
-        targets: list[tuple[int, tuple[str, int]]] = []
-        for i, (cluster_id, info) in enumerate(zip(ids, clusters, strict=True)):
-            addresses = info.remote_ip_info_list
-            if len(addresses) == 1:
-                dialled.append(i)
-                targets.append((cluster_id, addresses[0]))
-            else:
-                self._keep_problem(
-                    cluster_id, f"{len(addresses)} remote addresses; append_remote_ip_info exactly one"
-                )
-        for cluster_id, _ in targets:
-            self._problems.pop(cluster_id, None)
-        if targets:
-            for i, code in zip(dialled, engine.link(targets, timeout_ms), strict=True):
-                codes[i] = code
-        return _overall(codes), codes
+        check_isinstance("role", role, LLMRole)
+        engine.switch_role(role, listen_of(switch_options))
+        self._role = role
 
-    def unlink_clusters(
-        self, clusters: Sequence[LLMClusterInfo], timeout: int = 3000, force: bool = False
-    ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Ends links.
+    def drain(self, timeout_ms: int) -> None:
+        """Lets the transfers under way end and begins no new ones: what to do before ``finalize``.
+
+        From now on transfers that begin get LLM_LINK_BUSY, here and at peers, also when this raises. Tasks and
+        leases that have begun go on. May be called in a signal handler; a transfer that the handler itself has
+        interrupted cannot end meanwhile and is not waited for.
 
         Args:
-            clusters: Each with its id; addresses are not needed.
-            timeout: Time for all of it, ms, int32 and > 0.
-            force: Drop this side at once, and cut off transfers in flight.
-
-        Returns:
-            The last code that is not LLM_SUCCESS (or LLM_SUCCESS), and one code per cluster.
+            timeout_ms: How long to wait, ms, int32 and > 0.
 
         Raises:
-            TypeError: A wrong type.
-            ValueError: ``timeout`` outside int32.
-            ParamInvalidError: ``timeout`` not positive, or an id not set.
+            TypeError: Not an int.
+            ValueError: Outside int32.
+            ParamInvalidError: Not positive.
+            LinkBusyError: Transfers are in flight after that time; the text says which.
         """
         engine = self._live()
-        ids = _ids_of(clusters)
-        timeout_ms = _checked_timeout(timeout)
-        check_isinstance("force", force, bool)
-        codes = engine.unlink(ids, timeout_ms, force) if ids else []
-        return _overall(codes), codes
-
-    def check_link_status(self, remote_cluster_id: int) -> None:
-        """Returns when the link answers a ping within sync_kv_timeout.
-
-        Raises:
-            TypeError: The id is not an int.
-            ValueError: The id is outside uint64.
-            NotLinkedError: There is no link.
-            LinkFailedError: It went down.
-            TransferTimeoutError: LLM_TIMEOUT: no answer.
-        """
-        engine = self._live()
-        engine.check_link(check_uint64("remote_cluster_id", remote_cluster_id))
-
-    def links(self) -> list[LinkInfo]:
-        """All links that are up or silent."""
-        return self._live().links()
-
-    def link_error(self, remote_cluster_id: int) -> str | None:
-        """Why that cluster was not linked at the last attempt; None after a success or without one."""
-        engine = self._live()
-        cluster_id = check_uint64("remote_cluster_id", remote_cluster_id)
-        return self._problems.get(cluster_id) or engine.link_error(cluster_id)
+        engine.drain(checked_timeout("timeout_ms", timeout_ms))
 
     def send_notify(self, remote_cluster_id: int, name: str, message: bytes) -> None:
         """Puts a notification into a peer's queue; returns when it is there, within sync_kv_timeout.
@@ -277,11 +222,6 @@ class LLMDataDist:
                 f"{os.getpid()}: an engine does not survive a fork; make a new LLMDataDist in the child"
             )
 
-    def _keep_problem(self, cluster_id: int, text: str) -> None:
-        self._problems[cluster_id] = f"cluster {cluster_id} has {text}"
-        with suppress(Exception):  # a handler that raises must not break the call
-            _link_log.warning("not linked: %s", self._problems[cluster_id])
-
 
 def _new_engine(role: LLMRole, cluster_id: int, options: Options) -> Engine:
     # Imported here: the engine brings sockets and threads, which a program that only describes caches spares.
@@ -290,40 +230,13 @@ def _new_engine(role: LLMRole, cluster_id: int, options: Options) -> Engine:
     return Engine(role, cluster_id, options)
 
 
+def _warn_of_loopback(advertise_ip: str | None) -> None:
+    if advertise_ip is not None and (advertise_ip in ("::1", "localhost") or advertise_ip.startswith("127.")):
+        with suppress(Exception):
+            _log.warning("llm.AdvertiseIp is %s: peers on other hosts cannot dial that", advertise_ip)
+
+
 def _warn_of_unknown(keys: tuple[str, ...]) -> None:
     if keys:
         with suppress(Exception):  # a handler that raises must not break init
             _log.warning("options without meaning here are ignored: %s", ", ".join(keys))
-
-
-def _ids_of(clusters: Any) -> list[int]:
-    check_isinstance("clusters", clusters, (list, tuple))
-    for i, info in enumerate(clusters):
-        check_isinstance(f"clusters[{i}]", info, LLMClusterInfo)
-        if info.remote_cluster_id is None:
-            raise ParamInvalidError(f"clusters[{i}] has no remote_cluster_id; set it")
-    return [info.remote_cluster_id for info in clusters]
-
-
-def _checked_timeout(timeout: Any) -> int:
-    timeout_ms = check_int32("timeout", timeout)
-    if timeout_ms <= 0:
-        raise ParamInvalidError(f"timeout is {timeout_ms} ms; it must be greater than 0")
-    return timeout_ms
-
-
-def _check_local_ip(clusters: Sequence[LLMClusterInfo]) -> None:
-    for i, info in enumerate(clusters):
-        if not info.local_ip_info_list:
-            raise ParamInvalidError(
-                f"clusters[{i}] (cluster {info.remote_cluster_id}) has no local address; "
-                "call append_local_ip_info (its port may be 0), or set LLMConfig.local_comm_res"
-            )
-
-
-def _overall(codes: Sequence[LLMStatusCode]) -> LLMStatusCode:
-    """The last code that is not success; an empty list is itself a bad argument."""
-    if not codes:
-        return LLMStatusCode.LLM_PARAM_INVALID
-    bad = [code for code in codes if code != LLMStatusCode.LLM_SUCCESS]
-    return bad[-1] if bad else LLMStatusCode.LLM_SUCCESS

@@ -23,7 +23,13 @@ _log = logging.getLogger("llm_datadist.tasks")
 class CacheTask:
     """A transfer that goes on in the background: one answer per config, in their order."""
 
-    def __init__(self, count: int, on_cancel: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        count: int,
+        on_cancel: Callable[[], None],
+        run: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
+        self._runner = run or _at_once
         self._changed = Condition()
         self._codes: list[LLMStatusCode | None] = [None] * count
         self._errors: list[BaseException | None] = [None] * count
@@ -90,10 +96,11 @@ class CacheTask:
         with self._changed:
             if self._left == 0:
                 return False
-            first, self._cancelled = not self._cancelled, True
+            if self._cancelled:
+                return True  # the cancel that is under way gives the answers
+            self._cancelled = True
             unfinished = [i for i, code in enumerate(self._codes) if code is None]
-        if first:
-            _call(self._on_cancel)  # first: what has its answer writes nothing any more
+        _call(self._on_cancel)  # before the answers: what has its answer writes nothing any more
         with self._changed:
             for i in unfinished:
                 if self._codes[i] is None:
@@ -168,7 +175,8 @@ class CacheTask:
                 self._left -= 1
                 return
             callbacks = self._end()
-        self._run(callbacks)
+        if callbacks:
+            self._runner(lambda: self._run(callbacks))
 
     def _end(self) -> list[Callable[[CacheTask], object]]:
         """Marks the task done (under the lock); returns the callbacks to run outside it."""
@@ -189,10 +197,17 @@ class TaskBook:
         count: Number of configs; 0 makes a task that is done.
         on_cancel: Called once, before ``cancel`` gives the answers that are still missing: it stops the work,
             and may answer itself. It must not block for long.
+        run: Runs a job that calls the user's callbacks, when ``finish`` may be called where they must not run;
+            None: at once, there.
     """
 
-    def __init__(self, count: int, on_cancel: Callable[[], None]) -> None:
-        self._task = CacheTask(count, on_cancel)
+    def __init__(
+        self,
+        count: int,
+        on_cancel: Callable[[], None],
+        run: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
+        self._task = CacheTask(count, on_cancel, run)
 
     @property
     def task(self) -> CacheTask:
@@ -210,6 +225,10 @@ class TaskBook:
     def is_finished(self, i: int) -> bool:
         """Whether config ``i`` has its answer."""
         return self._task._codes[i] is not None
+
+
+def _at_once(job: Callable[[], None]) -> None:
+    job()
 
 
 def _call(fn: Callable[..., object], *args: object) -> None:

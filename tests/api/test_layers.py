@@ -14,7 +14,7 @@ PACKAGE = "llm_datadist"
 VOCABULARY = {
     "status", "data_type", "checks", "enums", "keys", "caches", "clusters", "layerwise", "tasks", "notify", "infos",
 }  # fmt: skip
-FACADE = {"datadist", "cache_manager", "transfers", "transfer_requests", "config"}
+FACADE = {"datadist", "links", "cache_manager", "transfers", "transfer_requests", "config"}
 # Paths that older callers import: re-exports of a few lines, allowed what the facade is.
 COMPAT = {"v2", "utils", "configs"}
 # What any transport may share; the rest of `transports` are movers that do not know each other.

@@ -48,6 +48,10 @@ NAMES = [
     "OutOfMemoryError",
     "FeatureNotEnabledError",
     "EngineFinalizedError",
+    "Notify",
+    "LinkInfo",
+    "CacheInfo",
+    "PoolInfo",
 ]
 
 

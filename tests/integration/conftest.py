@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.pair import COMBOS, MODE_A, MODE_B, Combo, Pair, make_pair
+from tests.support.pair import COMBOS, MODE_A, MODE_B, TWO_COMBOS, Combo, Pair, make_pair
 from tests.support.pool import Spawner
 
 
@@ -32,6 +32,12 @@ def combo_a(request: pytest.FixtureRequest) -> Combo:
 def pair(spawn: Spawner, combo: Combo) -> Pair:
     """P and D, not initialised yet."""
     return make_pair(spawn, combo)
+
+
+@pytest.fixture(params=TWO_COMBOS, ids=str)
+def pair_of_two(spawn: Spawner, request: pytest.FixtureRequest) -> Pair:
+    """For long tests: two combinations, the other two behind the marker ``slow``."""
+    return make_pair(spawn, request.param)
 
 
 @pytest.fixture

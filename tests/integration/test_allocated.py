@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import llm_datadist as dd
 from llm_datadist import CacheKey, LLMStatusCode
 from tests.support import actors, allocated
 from tests.support.pair import D_ID, P_ID, SEED, SUCCESS, Pair, Shape, about, by_id, by_request, of_model
-from tests.support.peers import Peer, Running
+from tests.support.peers import Outcome, Peer, Running
+from tests.support.world import World
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -66,6 +69,27 @@ def test_pushes_between_allocated_caches(pair_b: Pair) -> None:
     pair.blocks_right([0], [1], "paged", "dst2")
 
 
+class _Ready(dd.LayerSynchronizer):
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        return True
+
+
+def _push_layers(w: World, addresses: list[int]) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+    configs = [dd.TransferConfig(D_ID, at, range(2), 1) for at in (addresses, [a + 2000 for a in addresses])]
+    task = w.dist.cache_manager.transfer_cache_async(w.held["src"].cache, _Ready(), configs)
+    return task.synchronize(20_000), task.get_results()
+
+
+def test_layers_are_pushed_to_the_addresses_of_an_allocated_cache(pair_a: Pair) -> None:
+    pair = up(pair_a)
+    source(pair)
+    pair.d.call(allocated.slots, "dst", tensors=4, dim0=2, stride=1000)
+    addresses = pair.d.call(allocated.addresses, "dst")
+    # The second config begins where the tensors end: pages of the pool, but of no cache.
+    assert pair.p.call(_push_layers, addresses) == (INVALID, [SUCCESS, INVALID])
+    pair.right(slot(1))
+
+
 def test_a_host_allocation_is_remote_accessible(pair_b: Pair) -> None:
     up(pair_b)
     source(pair_b, placement="HOST")
@@ -120,6 +144,18 @@ def test_a_pull_by_cache_id_releases_the_key_bound_to_that_slot(managed: Pair) -
     managed.pull_cache(by_id(1, 1), 0).ok()
     managed.pull_cache(by_request(6)).expect(GONE)
     assert keys_become(managed, ("req", 5))
+
+
+def test_a_placeholder_leaves_its_slot_without_a_key(pair_a: Pair) -> None:
+    pair = up(pair_a)
+    source(pair, keys=[(2**64 - 1, 0), (6, 0)])
+    pair.slot_destination(shape=SHAPE)
+    pair.p.call(allocated.deallocate, "src")
+    pair.pull_cache(by_id(1, 0), 0).ok()
+    assert keys_become(pair, ("req", 6))
+    pair.pull_cache(by_request(6), 1).ok()
+    pair.right(slot(0) + slot(1, 1))
+    assert pair.p.call(allocated.all_free)
 
 
 def test_layers_are_counted_per_key(managed: Pair) -> None:
@@ -195,13 +231,29 @@ def test_in_mode_b_keys_stay(pair_b: Pair) -> None:
     assert pair.p.call(allocated.all_free)
 
 
+def test_c2_many_threads_allocate_pull_and_release_at_once(pair_a: Pair) -> None:
+    pair = up(pair_a)
+
+    def requests(first: int) -> bool:
+        right = True
+        for req_id in range(first, first + 12):
+            pair.p.call(allocated.numbered, req_id)
+            right = pair.d.call(allocated.pull_numbered, P_ID, req_id) and right
+        return right
+
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(requests, range(1, 200, 33)))
+    assert pair.p.call(allocated.all_free) and pair.d.call(allocated.all_free)
+    assert pair.p.call(allocated.caches) == pair.d.call(allocated.caches) == []
+
+
 # ---- withdrawn by the owner --------------------------------------------------------------------------------
 
 
-def _reads(pair: Pair, cache_id: int, kind: str, name: str) -> Callable[[], None]:
+def _read(pair: Pair, cache_id: int, kind: str) -> Outcome:
     if kind == "slots":
-        return lambda: pair.pull_cache(by_id(cache_id, 1), 0, name=name).expect(GONE) and None
-    return lambda: pair.pull_blocks([1], [0], of_model(3), name).expect(GONE) and None
+        return pair.pull_cache(by_id(cache_id, 1), 0)
+    return pair.pull_blocks([1], [0], of_model(3))
 
 
 @pytest.mark.parametrize("kind", ["slots", "blocks"])
@@ -211,10 +263,9 @@ def test_s1_what_is_deallocated_is_gone_for_peers_at_once(pair: Pair, kind: str,
     pair.d.call(getattr(allocated, kind), "dst", tensors=4, dim0=2, stride=1000)
     for _ in range(10):
         cache_id = source(pair, kind, **({"model_id": 3} if kind == "blocks" else {}))
-        read = _reads(pair, cache_id, kind, "dst")
         module = allocated if how == "deallocate" else actors
         pair.p.call(getattr(module, how), "src")
-        read()
+        _read(pair, cache_id, kind).expect(GONE)
         pair.unchanged()
     assert pair.p.call(allocated.all_free)
 
@@ -295,6 +346,20 @@ def test_one_that_held_its_lease_finishes_after_the_key_was_released(
     reading.result()
     pair.right(slot(0))
     assert pair.p.call(allocated.all_free)
+
+
+def test_a_reader_in_mode_b_that_has_found_the_cache_notices_that_it_went(pair_b: Pair) -> None:
+    pair = up(pair_b)
+    source(pair)
+    pair.slot_destination(shape=SHAPE)
+    reading = holds_a_lease(
+        pair.d, by_id(1)
+    )  # no lease in this mode: it has found the cache in its own table
+    pair.p.call(allocated.deallocate, "src")
+    source(pair)  # on the same pages
+    pair.d.call(allocated.open_gate)
+    reading.outcome().expect(GONE)
+    pair.unchanged()
 
 
 def test_finalize_does_not_wait_for_a_reader(impatient: Pair) -> None:

@@ -45,7 +45,11 @@ def test_pulls(pair: Pair) -> None:
     cache_id = pair.slots("slots", keys=[(5, 0)])
     pair.slot_destination("slot")
     more = {"notify": ("done", b"")}
-    assert started(pair, "pull_blocks_async", of_model(0), "dst", [1], [2], **more) == (SUCCESS, [SUCCESS], "")
+    assert started(pair, "pull_blocks_async", of_model(0), "dst", [1], [2], **more) == (
+        SUCCESS,
+        [SUCCESS],
+        "",
+    )
     assert started(pair, "pull_cache_async", by_id(cache_id), "slot", 3, **more) == (SUCCESS, [SUCCESS], "")
     pair.blocks_right([1], [2])
     pair.blocks_right([0], [3], "slots", "slot")
@@ -109,6 +113,8 @@ def test_hundreds_at_once_and_callbacks_that_wait(pair: Pair) -> None:
     arguments = ("pull_blocks_async", of_model(0), "dst", ([1], [1]), 100)
     assert pair.d.call(notify_actors.chained, *arguments) == [SUCCESS] * 100
     assert pair.d.call(notify_actors.awaited, *arguments) == [SUCCESS] * 100
+    plain = ("pull_blocks", *arguments[1:])
+    assert pair.d.call(notify_actors.in_threads, *plain) == [None] * 100
     pair.blocks_right(range(8), range(8))
 
 
@@ -175,9 +181,7 @@ def test_cancel_of_what_waits_for_its_turn(pair_a: Pair) -> None:
     pair.destination()
     pair.p.stop()
     for number in range(70):  # more than may move at once
-        pair.d.call(
-            notify_actors.start, "pull_blocks_async", of_model(0), "dst", [1], [2], task=f"t{number}"
-        )
+        pair.d.call(notify_actors.start, "pull_blocks_async", of_model(0), "dst", [1], [2], task=f"t{number}")
     cancelled, took = pair.d.call(notify_actors.cancel, "t69")
     assert cancelled and took < AT_ONCE
     for number in range(69):
@@ -207,9 +211,7 @@ def test_finalize_ends_every_task(spawn: Spawner, waiting: int) -> None:
     pair.destination()
     pair.p.stop()
     for number in range(waiting):
-        pair.d.call(
-            notify_actors.start, "pull_blocks_async", of_model(0), "dst", [1], [2], task=f"t{number}"
-        )
+        pair.d.call(notify_actors.start, "pull_blocks_async", of_model(0), "dst", [1], [2], task=f"t{number}")
     assert pair.d.attempt(actors.finalize).elapsed < 2.0
     codes = {pair.d.call(notify_actors.finish, 1000, f"t{number}")[0] for number in range(waiting)}
     assert codes == {LLMStatusCode.LLM_ENGINE_FINALIZED}

@@ -12,6 +12,7 @@ from tests.support import actors, notify_actors
 from tests.support.pair import AT_ONCE, D_ID, P_ID, Combo, Pair, Shape, about, by_id, make_pair, of_model
 from tests.support.pool import Spawner
 from tests.support.slow import slow_pair
+from tests.support.world import World
 
 FULL = LLMStatusCode.LLM_OUT_OF_MEMORY
 TIMEOUT = LLMStatusCode.LLM_TIMEOUT
@@ -83,7 +84,9 @@ def test_a_failed_pull_notifies_nobody(pair: Pair) -> None:
     pair.source()
     pair.destination()
     pair.pull_blocks([99], [2], notify=("no", b"")).expect(LLMStatusCode.LLM_PARAM_INVALID)
-    pair.pull_blocks([1], [2], key=of_model(9), notify=("no", b"")).expect(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+    pair.pull_blocks([1], [2], key=of_model(9), notify=("no", b"")).expect(
+        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    )
     assert pair.p.call(notify_actors.get_notifies) == []
 
 
@@ -92,7 +95,9 @@ def test_a_full_queue_refuses_while_the_data_is_complete(pair: Pair) -> None:
     pair.source()
     pair.destination()
     pair.d.call(notify_actors.send_many, P_ID, QUEUE_CAPACITY)
-    pair.d.attempt(notify_actors.send_notify, P_ID, "one", b"").expect(FULL, P_ID, QUEUE_CAPACITY, "get_notifies")
+    pair.d.attempt(notify_actors.send_notify, P_ID, "one", b"").expect(
+        FULL, P_ID, QUEUE_CAPACITY, "get_notifies"
+    )
     pair.pull_blocks([1], [2], notify=("two", b"")).expect(FULL, P_ID, "complete", "get_notifies")
     pair.blocks_right([1], [2])
     found = pair.p.call(notify_actors.get_notifies)
@@ -134,7 +139,9 @@ def test_a_stopped_process_gets_nothing_of_a_call_that_failed(spawn: Spawner) ->
     pair.destination()
     pair.pull_blocks([0], [0]).ok()
     pair.p.stop()
-    sent = pair.d.attempt(notify_actors.send_notify, P_ID, "sent", b"x" * (64 << 10)).expect(TIMEOUT, P_ID, "ms")
+    sent = pair.d.attempt(notify_actors.send_notify, P_ID, "sent", b"x" * (64 << 10)).expect(
+        TIMEOUT, P_ID, "ms"
+    )
     pulled = pair.pull_blocks([1], [2], notify=("pulled", b"")).expect(WAIT_TIMEOUT, P_ID, "complete")
     assert about(1.0, sent.elapsed) and about(1.0, pulled.elapsed)
     pair.p.cont()
@@ -163,3 +170,21 @@ def test_a_link_that_goes_down_ends_the_call(spawn: Spawner) -> None:
     outcome = running.outcome()
     outcome.expect(LLMStatusCode.LLM_LINK_FAILED, P_ID)
     assert outcome.elapsed < 0.2 + 2 * AT_ONCE
+
+
+def test_a_new_life_begins_with_an_empty_queue(pair: Pair) -> None:
+    pair.up()
+    pair.d.call(notify_actors.send_notify, P_ID, "old", b"")
+    values = actors.options(pair.combo.mode, pair.combo.backend, "127.0.0.1:0")
+    pair.p.call(actors.finalize)
+    pair.p.attempt(notify_actors.get_notifies).expect(LLMStatusCode.LLM_ENGINE_FINALIZED)
+    pair.address = pair.p.call(_again, values)
+    pair.link()
+    assert pair.p.call(notify_actors.get_notifies) == []
+    pair.d.call(notify_actors.send_notify, P_ID, "new", b"")
+    assert pair.p.call(notify_actors.get_notifies) == [(D_ID, "new", b"")]
+
+
+def _again(w: World, values: dict[str, str]) -> Any:
+    w.dist.init(values)
+    return w.dist.listen_address

@@ -103,7 +103,8 @@ def test_m3_a_cache_of_many_tensors(pair: Pair) -> None:
     pair.blocks_right([2, 0], [0, 1])
 
 
-def test_m3_two_thousand_caches_half_of_them_after_linking(pair: Pair) -> None:
+def test_m3_two_thousand_caches_half_of_them_after_linking(pair_of_two: Pair) -> None:
+    pair = pair_of_two
     pair.up(link=False)
     shape = Shape(tensors=1, dim0=2, stride=64)
     pair.destination(shape=shape)

@@ -206,3 +206,16 @@ def test_memory_that_is_no_longer_mapped_fails_and_the_link_lives(
 def _unmap_under_the_cache(w: World) -> None:
     mapping: Mapping = w.held["src"].mapping
     mapping.close()
+
+
+def test_s1_what_is_gone_is_not_judged_by_its_old_size(pair_b: Pair) -> None:
+    """The reader's copy of the table may be behind: rules are only broken by what is there."""
+    pair = pair_b.up()
+    pair.destination(shape=Shape(stride=1024))
+    for _ in range(150):
+        pair.source("src", Shape(stride=256))
+        pair.pull_blocks([1], [2]).expect(LLMStatusCode.LLM_PARAM_INVALID)
+        pair.p.call(actors.unregister, "src")
+        pair.pull_blocks([1], [2]).expect(GONE)
+        pair.p.call(actors.unmap, "src")
+    pair.unchanged()

@@ -145,7 +145,8 @@ def _mix(w: World, others: dict[int, Any], mode: str, seed: int, seconds: float)
 @pytest.mark.parametrize(
     "seconds", [3.0, pytest.param(30.0, marks=[pytest.mark.slow, pytest.mark.timeout(120)])]
 )
-def test_c2_mixed_use_of_three_processes(spawn: Spawner, pair: Pair, seconds: float) -> None:
+def test_c2_mixed_use_of_three_processes(spawn: Spawner, pair_of_two: Pair, seconds: float) -> None:
+    pair = pair_of_two
     mode, backend = pair.combo.mode, pair.combo.backend
     peers = {1: pair.p, 2: pair.d, 3: spawn()}
     addresses = {}
@@ -278,8 +279,17 @@ def _second_instance(w: World) -> None:
 TWO_SECONDS = Shape(tensors=1, dim0=20, stride=MIB)
 
 
-@pytest.mark.parametrize("mode", ["A", "B"])
-@pytest.mark.parametrize("how", ["patient", "hasty", "forced"])
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [
+        ("A", "patient"),
+        ("B", "hasty"),
+        ("A", "forced"),
+        ("B", "forced"),
+        pytest.param("A", "hasty", marks=pytest.mark.slow),
+        pytest.param("B", "patient", marks=pytest.mark.slow),
+    ],
+)
 def test_c4_unlinking_under_a_transfer(spawn: Spawner, mode: str, how: str) -> None:
     with slow_pair(spawn, mode) as pair:
         pair.up_slow()

@@ -232,7 +232,19 @@ def test_a_request_key_that_belongs_to_another_cache_by_now_is_not_released(made
     assert state.registry.find(key_name_of(key))[0].cache_id == second.cache_id
 
 
-def test_m4_an_allocation_that_fails_halfway_leaves_nothing(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_is_bound_again_starts_with_nothing_pulled(made: Any) -> None:
+    state, allocator = made
+    key, name = CacheKey(9, 1), key_name_of(CacheKey(9, 1))
+    for first in range(TENSORS):  # each cache has another tensor pulled
+        cache = allocator.allocate(DESC, [key], is_blocks=False)
+        allocator.pulled(state.registry.get(cache.cache_id), name, first, first + 1)
+        assert state.registry.find(name)[0].cache_id == cache.cache_id
+        allocator.remove_key(key)
+
+
+def test_m4_an_allocation_that_fails_halfway_leaves_nothing(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state, allocator = made
 
     def no_word() -> Any:

@@ -47,7 +47,7 @@ def test_words(word: GenerationWord) -> None:
     st.integers(1, 2**31),
     st.booleans(),
     words,
-    st.lists(st.tuples(slot_names, st.integers(0, 9)), max_size=3),
+    st.lists(st.tuples(slot_names, st.integers(0, 9), words), max_size=3, unique_by=lambda b: b[0]),
     st.booleans(),
 )
 def test_cache_entries(
@@ -57,19 +57,21 @@ def test_cache_entries(
     stride: int,
     is_blocks: bool,
     word: GenerationWord,
-    names: Any,
+    bindings: Any,
     shown: bool,
 ) -> None:
     layout = Layout(tensors, dim0, stride)
     bases = np.arange(1, tensors + 1, dtype=np.uint64) << np.uint64(40)
     desc = CacheDesc(tensors, [dim0, stride], DataType.DT_INT8)
     record = Record(cache_id, desc, layout, bases, is_blocks, True, word, ())
-    entry = msgspec.msgpack.encode(codec.entry_of(record, tuple(names)))
+    entry = msgspec.msgpack.encode(codec.entry_of(record, bindings))
     sent = msgspec.msgpack.decode(entry, type=CacheEntry)
-    cache = codec.remote_cache(sent, codec.raw(bases) if shown else b"")
+    cache = codec.remote_cache(sent, codec.raw(bases) if shown else b"", by_address=shown)
     assert (cache.cache_id, cache.layout, cache.is_blocks, cache.word) == (cache_id, layout, is_blocks, word)
     assert cache.addresses.tolist() == (bases.tolist() if shown else [])
-    assert cache.keys == tuple(names)
+    assert cache.keys == tuple((name, batch) for name, batch, _ in bindings)
+    assert [cache.word_for(name) for name, _, _ in bindings] == [own for _, _, own in bindings]
+    assert cache.word_for(KeyName("cache", cache_id, 0)) == word
 
 
 @given(st.one_of(st.none(), st.builds(range, st.integers(0, 2**62), st.integers(0, 2**62))))
@@ -206,18 +208,18 @@ entries = st.builds(
 )
 
 
-@given(entries, st.binary(max_size=40))
+@given(entries, st.binary(max_size=40), st.booleans())
 @settings(max_examples=400)
-def test_entries_of_a_peer(entry: CacheEntry, addresses: bytes) -> None:
+def test_entries_of_a_peer(entry: CacheEntry, addresses: bytes, by_address: bool) -> None:
     try:
-        cache = codec.remote_cache(entry, addresses)
+        cache = codec.remote_cache(entry, addresses, by_address=by_address)
     except ProtocolError:
         return
     layout = cache.layout
     assert min(layout.num_tensors, layout.dim0, layout.stride_nbytes, cache.cache_id) > 0
     assert layout.num_tensors < 2**32
     assert layout.tensor_nbytes < 2**63
-    assert len(cache.addresses) in (0, layout.num_tensors)
+    assert len(cache.addresses) == layout.num_tensors or (not by_address and not len(cache.addresses))
     assert all(0 <= n < 2**64 for n in cache.word)
     assert all(0 <= b < 2**64 for _, b in cache.keys)
 
@@ -249,15 +251,17 @@ ENTRY: dict[str, Any] = {
     ids=repr,
 )
 def test_each_number_of_an_entry_has_its_limit(fields: dict[str, Any]) -> None:
-    codec.remote_cache(CacheEntry(**ENTRY), bytes(16))
+    codec.remote_cache(CacheEntry(**ENTRY), bytes(16), by_address=True)
     with pytest.raises(ProtocolError):
-        codec.remote_cache(CacheEntry(**{**ENTRY, **fields}), b"")
+        codec.remote_cache(CacheEntry(**{**ENTRY, **fields}), b"", by_address=False)
 
 
-@pytest.mark.parametrize("nbytes", [1, 7, 8, 15, 24])
-def test_an_entry_has_an_address_for_each_tensor_or_none(nbytes: int) -> None:
+@pytest.mark.parametrize(
+    ("nbytes", "by_address"), [(n, b) for n in (1, 7, 8, 15, 24) for b in (0, 1)] + [(0, 1)]
+)
+def test_an_entry_has_an_address_for_each_tensor_or_none(nbytes: int, by_address: int) -> None:
     with pytest.raises(ProtocolError):
-        codec.remote_cache(CacheEntry(**ENTRY), bytes(nbytes))
+        codec.remote_cache(CacheEntry(**ENTRY), bytes(nbytes), by_address=bool(by_address))
 
 
 @pytest.mark.parametrize("pair", [(-1, 2), (0, 2**63), (0, -1)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -46,7 +48,9 @@ class RegistryMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.registry = Registry()
+        self.live: set[int] = set()
+        self.made = 100  # the values of the words; WORD has a small one
+        self.registry = Registry(self.new_word, self.clear_word)
         self.caches: dict[int, tuple[bool, Record]] = {}
         self.bound: dict[tuple[str, int, int], tuple[int, int]] = {}
         self.taken = 0
@@ -99,6 +103,41 @@ class RegistryMachine(RuleBasedStateMachine):
         assert (removed is None) == (cache_id not in self.caches)
         self.caches.pop(cache_id, None)
         self.bound = {name: at for name, at in self.bound.items() if at[0] != cache_id}
+
+    def new_word(self) -> GenerationWord:
+        self.made += 1
+        self.live.add(self.made)
+        return GenerationWord(8 * self.made, self.made)
+
+    def clear_word(self, word: GenerationWord) -> None:
+        self.live.remove(word.value)
+
+    @rule(kind=st.sampled_from(["req", "prefix", "blocks"]), id_=st.integers(0, 3), model=st.integers(0, 2))
+    def remove_key(self, kind: str, id_: int, model: int) -> None:
+        was = self.bound.pop((kind, id_, model), None)
+        record = self.registry.unbind(KeyName(kind, id_, model))
+        assert (record and record.cache_id) == (was and was[0])
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data())
+    def replace(self, data: st.DataObject) -> None:
+        """What remap_registered_memory does: readers of the old words notice."""
+        cache_id = data.draw(st.sampled_from(sorted(self.caches)))
+        is_blocks, record = self.caches[cache_id]
+        old = {word.value for _, _, word in self.registry.bindings_of(record)}
+        fresh = dataclasses.replace(record)
+        self.registry.replace(fresh)
+        self.caches[cache_id] = (is_blocks, fresh)
+        assert not old & self.live
+
+    @invariant()
+    def a_word_is_current_while_its_key_is_bound_and_no_longer(self) -> None:
+        current = set()
+        for _, record in self.caches.values():
+            own = {word.value for _, _, word in self.registry.bindings_of(record)}
+            assert {v for v in range(101, self.made + 1) if self.registry.is_current(record, v)} == own
+            current |= own
+        assert current == self.live and len(current) == len(self.bound)
 
     @invariant()
     def same_as_the_model(self) -> None:

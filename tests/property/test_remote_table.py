@@ -16,24 +16,34 @@ IDS = range(1, 4)
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Model: cache id -> the last announcement, key name -> (cache id, batch) of the last that had it."""
+    """Model: cache id -> the last announcement, key name -> (cache id, batch, word) of the last that had it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = RemoteTable()
         self.caches: dict[int, RemoteCache] = {}
-        self.bound: dict[KeyName, tuple[int, int]] = {}
+        self.bound: dict[KeyName, tuple[int, int, GenerationWord]] = {}
+        self.made = 100
 
-    @rule(cache_id=st.sampled_from(IDS), keys=st.dictionaries(st.sampled_from(NAMES), st.integers(0, 3)))
-    def announce(self, cache_id: int, keys: dict[KeyName, int]) -> None:
+    @rule(
+        cache_id=st.sampled_from(IDS),
+        keys=st.dictionaries(st.sampled_from(NAMES), st.integers(0, 3)),
+        more_keys=st.booleans(),
+    )
+    def announce(self, cache_id: int, keys: dict[KeyName, int], more_keys: bool) -> None:
+        words = {}
+        for name in keys:
+            self.made += 1
+            words[name] = GenerationWord(16, self.made)
         word = GenerationWord(8, cache_id)
         cache = RemoteCache(
-            cache_id, Layout(1, 4, 4), False, word, np.empty(0, np.uint64), tuple(keys.items())
+            cache_id, Layout(1, 4, 4), False, word, np.empty(0, np.uint64), tuple(keys.items()), words
         )
-        self.table.put(cache)
-        self.forget(cache_id)
+        self.table.put(cache, more_keys=more_keys)
+        if not more_keys:
+            self.forget(cache_id)
         self.caches[cache_id] = cache
-        self.bound.update({name: (cache_id, batch) for name, batch in keys.items()})
+        self.bound.update({name: (cache_id, batch, words[name]) for name, batch in keys.items()})
 
     @rule(cache_id=st.sampled_from(IDS))
     def withdraw(self, cache_id: int) -> None:
@@ -49,11 +59,11 @@ class TableMachine(RuleBasedStateMachine):
         for cache_id in IDS:
             found = self.table.find(KeyName("cache", cache_id, 0))
             assert (found and found[0]) is self.caches.get(cache_id)
-            assert found is None or found[1] == 0
+            assert found is None or found[1:] == (0, GenerationWord(8, cache_id))
         for name in NAMES:
             found = self.table.find(name)
             at = self.bound.get(name)
-            assert found == (None if at is None else (self.caches[at[0]], at[1]))
+            assert found == (None if at is None else (self.caches[at[0]], at[1], at[2]))
 
 
 TestRemoteTable = TableMachine.TestCase

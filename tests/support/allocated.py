@@ -75,6 +75,10 @@ def blocks(
     return hold(w, name, w.dist.cache_manager.allocate_blocks_cache(desc, key), seed)
 
 
+def addresses(w: World, name: str) -> list[int]:
+    return list(w.held[name].cache.tensor_addrs)
+
+
 def deallocate(w: World, name: str) -> None:
     manager, cache = w.dist.cache_manager, w.held[name].cache
     (manager.deallocate_blocks_cache if cache.is_blocks_cache else manager.deallocate_cache)(cache)
@@ -122,6 +126,28 @@ def all_free(w: World, placement: str = "DEVICE") -> bool:
         )
 
     return wait_until(free)
+
+
+def numbered(w: World, req_id: int) -> None:
+    """Allocates a cache whose every byte is its request's number, and deallocates it: the key alone holds it."""
+    manager = w.dist.cache_manager
+    cache = manager.allocate_cache(desc_of(2, 2, 5000), [dd.CacheKey(0, NONE), dd.CacheKey(0, req_id)])
+    for address in cache.tensor_addrs:
+        PoolView(address, 10_000).view(0, 10_000)[:] = req_id
+    manager.deallocate_cache(cache)
+
+
+def pull_numbered(w: World, cluster_id: int, req_id: int) -> bool:
+    """Pulls it into a cache of our own pool; whether every byte is right."""
+    manager = w.dist.cache_manager
+    cache = manager.allocate_cache(desc_of(2, 1, 5000))
+    views = [PoolView(address, 5000).view(0, 5000) for address in cache.tensor_addrs]
+    for view in views:
+        view[:] = 255
+    manager.pull_cache(dd.CacheKey(cluster_id, req_id), cache)
+    right = all(bool((view == req_id).all()) for view in views)
+    manager.deallocate_cache(cache)
+    return right
 
 
 class _Gate:

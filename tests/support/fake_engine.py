@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llm_datadist._core.options import Options
 from llm_datadist.caches import Cache, CacheDesc
 from llm_datadist.clusters import LinkInfo
-from llm_datadist.enums import LLMRole
+from llm_datadist.enums import LLMRole, RegisterMemStatus
 from llm_datadist.infos import PoolInfo
 from llm_datadist.status import LLMStatusCode, NotLinkedError
 from llm_datadist.tasks import CacheTask, TaskBook
@@ -25,6 +25,7 @@ class FakeEngine:
         self.link_codes: dict[int, LLMStatusCode] = {}
         self.link_errors: dict[int, str] = {}
         self.start_error: BaseException | None = None
+        self.switch_error: BaseException | None = None
         self.listen_address = options.listen
         self.accessible = options.accessible
 
@@ -106,6 +107,25 @@ class FakeEngine:
     def unlink(self, cluster_ids: list[int], timeout_ms: int, force: bool) -> list[LLMStatusCode]:
         self.calls.append(("unlink", cluster_ids, timeout_ms, force))
         return [self.link_codes.get(cluster_id, LLMStatusCode.LLM_SUCCESS) for cluster_id in cluster_ids]
+
+    def link_comm(self, comm_name: str, ranks: Mapping[int, int], rank_table: str) -> int:
+        self.calls.append(("link_comm", comm_name, ranks, rank_table))
+        return 1
+
+    def comm_status(self, comm_id: int) -> RegisterMemStatus:
+        self.calls.append(("comm_status", comm_id))
+        return RegisterMemStatus.PREPARING
+
+    def unlink_comm(self, comm_id: int) -> None:
+        self.calls.append(("unlink_comm", comm_id))
+
+    def switch_role(self, role: LLMRole, listen: tuple[str, int] | None) -> None:
+        self.calls.append(("switch_role", role, listen))
+        if self.switch_error is not None:
+            raise self.switch_error
+
+    def drain(self, timeout_ms: int) -> None:
+        self.calls.append(("drain", timeout_ms))
 
     def check_link(self, cluster_id: int) -> None:
         self.calls.append(("check_link", cluster_id))

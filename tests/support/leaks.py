@@ -32,8 +32,15 @@ def take() -> Snapshot:
         fds=len(os.listdir("/proc/self/fd")) - FDS_PER_PEER * len(idle),
         threads=frozenset(f"{name} x{count}" for name, count in threads.items()),
         children=frozenset(_children() - pids),
-        shm=frozenset(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else frozenset(),
+        shm=frozenset(_shared_memory()),
     )
+
+
+def _shared_memory() -> set[str]:
+    """Names in /dev/shm, which is the machine's: not those of multiprocessing, which removes its own."""
+    if not os.path.isdir("/dev/shm"):
+        return set()
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 def _children() -> set[int]:

@@ -87,5 +87,16 @@ def awaited(w: World, method: str, key: Any, name: str, args: tuple[Any, ...], c
     return asyncio.run(main())
 
 
+def in_threads(w: World, method: str, key: Any, name: str, args: tuple[Any, ...], count: int) -> list[Any]:
+    """The plain calls, through asyncio.to_thread."""
+    manager, cache = w.dist.cache_manager, w.held[name].cache
+
+    async def main() -> list[Any]:
+        call = getattr(manager, method)
+        return list(await asyncio.gather(*(asyncio.to_thread(call, key, cache, *args) for _ in range(count))))
+
+    return asyncio.run(main())
+
+
 def threads(w: World) -> int:
     return sum(t.name == "llm-datadist-worker" for t in threading.enumerate())

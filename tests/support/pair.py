@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from tests.support import actors
@@ -33,6 +34,13 @@ class Combo:
 COMBOS = [Combo(mode, backend) for mode in "AB" for backend in ("local", "tcp")]
 MODE_B = [combo for combo in COMBOS if combo.mode == "B"]
 MODE_A = [combo for combo in COMBOS if combo.mode == "A"]
+
+
+# Long tests run on these two, which share neither mode nor transport, and on all four in `make test-long`.
+TWO_COMBOS = [
+    combo if str(combo) in ("A-tcp", "B-local") else pytest.param(combo, marks=pytest.mark.slow)
+    for combo in COMBOS
+]
 
 
 @dataclass

@@ -36,7 +36,9 @@ class _Server:
         while True:
             try:
                 request = self._conn.recv()
-            except (EOFError, OSError):
+            except Exception as exc:
+                if not isinstance(exc, (EOFError, OSError)):
+                    traceback.print_exc()  # a request that cannot be read: nobody else would say so
                 self._main.put(None)
                 return
             number, on_main, *call = request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.support import actors
-from tests.support.peers import Peer
+from tests.support.peers import Peer, PeerDied
 
 _idle: list[Peer] = []
 
@@ -35,15 +35,28 @@ class Spawner:
             if not peer.alive:
                 peer.close()
                 continue
-            outcome = peer.attempt(actors.reset, timeout=20)
-            if outcome.error is None and outcome.value == "" and peer.plain:
+            left = _reset(peer)
+            if left == "" and peer.plain:
                 _idle.append(peer)
                 continue
             peer.close()
-            if outcome.error is not None or outcome.value:
-                leaks.append(f"peer {peer.pid}: {outcome.value or outcome.error!r}")
+            if left:
+                leaks.append(f"peer {peer.pid}: {left}")
         self._mine.clear()
         return leaks
+
+
+def _reset(peer: Peer) -> str | None:
+    """What the peer did not give back; None when it ended meanwhile."""
+    try:
+        outcome = peer.attempt(actors.reset, timeout=20)
+    except TimeoutError as exc:
+        return f"giving back hangs: {exc}"
+    except PeerDied:
+        return None
+    if isinstance(outcome.error, PeerDied):
+        return None
+    return str(outcome.value) if outcome.error is None else repr(outcome.error)
 
 
 def idle_peers() -> tuple[Peer, ...]:

@@ -126,6 +126,29 @@ def test_cancel_ends_what_is_unfinished() -> None:
     assert told == ["cancel", "done"]
 
 
+def test_cancel_stops_the_work_before_it_answers() -> None:
+    seen: list[bool] = []
+    book = TaskBook(1, lambda: seen.append(book.task.done()))
+    assert book.task.cancel()
+    assert seen == [False]
+
+
+def test_what_the_hook_answers_itself_stays() -> None:
+    book = TaskBook(2, lambda: book.finish(0, OK))
+    assert book.task.cancel()
+    assert book.task.get_results() == [OK, FAILED]
+    done = TaskBook(1, lambda: done.finish(0, OK))
+    assert not done.task.cancel()  # it was faster
+    assert (done.task.synchronize(), done.task.exception()) == (OK, None)
+
+
+def test_a_second_cancel_meanwhile_asks_no_second_time() -> None:
+    told: list[bool] = []
+    book = TaskBook(1, lambda: told.append(book.task.cancel()))
+    assert book.task.cancel()
+    assert told == [True]
+
+
 def test_cancel_hook_that_raises(caplog: pytest.LogCaptureFixture) -> None:
     def hook() -> None:
         raise ValueError("hook")

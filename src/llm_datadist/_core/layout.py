@@ -57,11 +57,14 @@ class CacheSlice:
 
     def extents(self, bases: U64) -> Extents:
         """The part as memory; ``bases`` are the addresses of all tensors of the cache."""
-        lengths = np.full(len(self.indices), self.unit_nbytes, dtype=np.uint64)
+        chosen = bases[self.first_tensor : self.first_tensor + self.tensor_count]
+        offsets = self.indices * np.uint64(self.unit_nbytes)
+        if len(offsets) == 1:  # the latency of a single block counts, and there is nothing to merge
+            row = np.array([self.row_nbytes], dtype=np.uint64)
+            return Extents(chosen, offsets, row, row, self.row_nbytes)
+        lengths = np.full(len(offsets), self.unit_nbytes, dtype=np.uint64)
         if len(lengths):
             lengths[-1] = self.row_nbytes - (len(lengths) - 1) * self.unit_nbytes
-        offsets = self.indices * np.uint64(self.unit_nbytes)
-        chosen = bases[self.first_tensor : self.first_tensor + self.tensor_count]
         return Extents.of(chosen, offsets, lengths)
 
     def tensors(self, first: int, count: int) -> CacheSlice:

@@ -68,6 +68,10 @@ class Leases:
         for lease in [x for x in self._out.values() if x.expires_at <= now]:
             self.end(lease)
 
+    def all(self) -> list[Lease]:
+        """What all peers hold."""
+        return list(self._out.values())
+
     def of_holder(self, holder: bytes) -> list[Lease]:
         """What one peer holds."""
         return [x for x in self._out.values() if x.holder == holder]

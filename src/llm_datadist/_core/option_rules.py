@@ -18,6 +18,7 @@ BACKENDS = ("auto", "local", "shm", "tcp", "nixl", "hixl")
 
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_.])?")
 _SCOPE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
+_WILDCARDS = ("0.0.0.0", "::", "0:0:0:0:0:0:0:0")
 _RETRY = re.compile(r"retries=([0-9]{1,9}),backoff_ms=([0-9]{1,9})")
 _SHARE = re.compile(r"([0-9]{1,20}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][-+]?[0-9]{1,3})?")
 _MAX_DIGITS = 20  # more cannot be in any range here, and int() of very long texts is slow
@@ -153,10 +154,10 @@ def read_backend(text: str) -> str:
     return "auto" if text == "hixl" else text
 
 
-def read_host(text: str) -> str:
-    """An IPv4 or IPv6 address or a host name, without brackets."""
-    if not _is_host(text):
-        raise BrokenRuleError("an IPv4 or IPv6 address or a host name")
+def read_advertised(text: str) -> str:
+    """A host that peers can dial."""
+    if not _is_host(text) or text.partition("%")[0] in _WILDCARDS:
+        raise BrokenRuleError("an IPv4 or IPv6 address or a host name that peers can dial, not a wildcard")
     return text
 
 

@@ -38,6 +38,7 @@ class Options:
         allow_ptrace: Whether any process of this user may read our memory under Yama.
         transfer_threads: Movers of one transfer; 0: by machine.
         tcp_connections: Data connections per link; 0: by machine.
+        advertise_ip: Host that peers are told for the listener's port; None: they know what they dialled.
         pools: The pool of each placement that has one.
         needs_local_ip: Whether each cluster to link needs a local address (no LocalCommRes was given).
         unknown: Keys that begin with ``llm.``, and fields of pools, that mean nothing here.
@@ -55,6 +56,7 @@ class Options:
     allow_ptrace: bool = False
     transfer_threads: int = 0
     tcp_connections: int = 0
+    advertise_ip: str | None = None
     needs_local_ip: bool = True
     pools: Mapping[Placement, PoolConfig] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
@@ -183,7 +185,7 @@ RULES: tuple[Rule, ...] = (
     Rule("output_max_size", ("llm.OutputMaxSize",), _number(0, 2**63 - 1)),
     Rule("mem_utilization", ("llm.MemoryUtilization",), _SHARE),
     Rule("allow_multiple_instances", ("llm.AllowMultipleInstances",), _FLAG),
-    Rule("advertise_ip", ("llm.AdvertiseIp",), _str(rules.read_host), later=_always),
+    Rule("advertise_ip", ("llm.AdvertiseIp",), _str(rules.read_advertised)),
     Rule("heartbeat_interval_ms", ("llm.HeartbeatIntervalMs",), _MILLIS),
     Rule("link_timeout_ms", ("llm.LinkTimeoutMs",), _MILLIS),
     Rule("auth_token", ("llm.AuthToken",), _SECRET, secret=True, later=_always),
@@ -228,6 +230,7 @@ def parse_options(options: Mapping[str, str]) -> Options:
     return Options(
         sync_kv_timeout_ms=values.get("sync_kv_timeout", 1000),
         listen=values.get("listen_ip_info"),
+        advertise_ip=values.get("advertise_ip"),
         accessible=_mode(values, hixl=options.get("llm.TransferBackend") == "hixl"),
         backend=values.get("transfer_backend", "auto"),
         link_total_time_s=values.get("link_total_time", 0) or DEFAULT_LINK_TOTAL_TIME_S,

@@ -7,7 +7,7 @@ successful ``add`` takes one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -96,12 +96,31 @@ def _slot_name(key: CacheKey) -> KeyName | None:
     return KeyName("req", key.req_id, key.model_id) if key.req_id != INVALID_ID else None
 
 
+def _no_word() -> GenerationWord:
+    return GenerationWord(0, 0)
+
+
+def _nothing(word: GenerationWord) -> None:
+    return None
+
+
 @dataclass(slots=True)
 class Registry:
-    """Caches by id, and slots by key name."""
+    """Caches by id, and slots by key name.
 
+    A key that is bound has a word of its own: a reader whose copy of our table is behind must notice that the
+    key was taken over or removed, although the cache that it used to find is still there.
+
+    Attributes:
+        new_word: Makes a word with a random value.
+        clear_word: Clears one and gives its slot back.
+    """
+
+    new_word: Callable[[], GenerationWord] = _no_word
+    clear_word: Callable[[GenerationWord], None] = _nothing
     _records: dict[int, Record] = field(default_factory=dict)
     _bound: dict[KeyName, tuple[int, int]] = field(default_factory=dict)
+    _words: dict[KeyName, GenerationWord] = field(default_factory=dict)
     _pulled: dict[KeyName, NDArray[np.bool_]] = field(default_factory=dict)
     _next_id: int = 1
 
@@ -158,13 +177,18 @@ class Registry:
         for name, batch in names:
             if name in self._bound:
                 displaced = self._records[self._bound[name][0]]
+                self._forget(name)
             self._bound[name] = (cache_id, batch)
+            self._words[name] = self.new_word()
         self._records[cache_id] = record
         return record, displaced
 
     def replace(self, record: Record) -> None:
-        """Enters a record in the place of the one with its id; keys find the new one."""
+        """Enters a record in the place of the one with its id; keys find the new one, readers of the old notice."""
         self._records[record.cache_id] = record
+        for name, _ in self.names_of(record):
+            self.clear_word(self._words[name])
+            self._words[name] = self.new_word()
 
     def remove(self, cache_id: int) -> Record | None:
         """Takes a cache out, with the keys that still find it."""
@@ -184,6 +208,7 @@ class Registry:
 
     def _forget(self, name: KeyName) -> None:
         del self._bound[name]
+        self.clear_word(self._words.pop(name))
         self._pulled.pop(name, None)
 
     def note_pulled(self, name: KeyName, first_tensor: int, tensor_stop: int) -> bool:
@@ -217,6 +242,21 @@ class Registry:
     def names_of(self, record: Record) -> tuple[tuple[KeyName, int], ...]:
         """The names that find this cache now."""
         return tuple((n, b) for n, b in record.keys if self._bound.get(n) == (record.cache_id, b))
+
+    def bindings_of(self, record: Record) -> tuple[tuple[KeyName, int, GenerationWord], ...]:
+        """The names that find this cache now, with their batch indices and words."""
+        return tuple((name, batch, self._words[name]) for name, batch in self.names_of(record))
+
+    def binding_of(self, name: KeyName) -> tuple[tuple[KeyName, int, GenerationWord], ...]:
+        """One bound name, as ``bindings_of`` gives it; nothing for a cache id."""
+        bound = self._bound.get(name)
+        return ((name, bound[1], self._words[name]),) if bound else ()
+
+    def is_current(self, record: Record, generation: int) -> bool:
+        """Whether that is the value of the cache's word, or of one of the keys that find it."""
+        return generation == record.word.value or any(
+            generation == self._words[name].value for name, _ in self.names_of(record)
+        )
 
     def owners_of(self, bases: U64, offsets: U64, lengths: U64) -> list[Record]:
         """The remote-accessible caches that hold the ranges base + offset, length, for each of ``bases``.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from llm_datadist._core.layout import Layout
 from llm_datadist._core.registry import GenerationWord, KeyName
@@ -19,6 +21,19 @@ class RemoteCache:
     word: GenerationWord
     addresses: U64
     keys: tuple[tuple[KeyName, int], ...] = ()
+    key_words: Mapping[KeyName, GenerationWord] = field(default_factory=dict)
+
+    def word_for(self, name: KeyName) -> GenerationWord:
+        """The word that a read by this name checks: the key's own, or the cache's for its id."""
+        return self.key_words.get(name, self.word)
+
+
+class Found(NamedTuple):
+    """What a name finds: the cache, the batch index bound to it (0 for ids), and the word that a read checks."""
+
+    cache: RemoteCache
+    batch: int
+    word: GenerationWord
 
 
 @dataclass(slots=True)
@@ -26,26 +41,35 @@ class RemoteTable:
     """The peer's remote-accessible caches by id and by key."""
 
     _caches: dict[int, RemoteCache] = field(default_factory=dict)
-    _bound: dict[KeyName, tuple[int, int]] = field(default_factory=dict)
+    _bound: dict[KeyName, tuple[int, int, GenerationWord]] = field(default_factory=dict)
+    _names: dict[int, list[KeyName]] = field(default_factory=dict)
 
-    def put(self, cache: RemoteCache) -> None:
-        """Enters or replaces a cache; a key that another one had is its now."""
-        self.drop(cache.cache_id)
+    def put(self, cache: RemoteCache, *, more_keys: bool = False) -> None:
+        """Enters or replaces a cache; a key that another one had is its now.
+
+        Args:
+            cache: The cache as announced.
+            more_keys: Its keys come on top of those that it has here.
+        """
+        if not more_keys:
+            self.drop(cache.cache_id)
         self._caches[cache.cache_id] = cache
+        names = self._names.setdefault(cache.cache_id, [])
         for name, batch in cache.keys:
-            self._bound[name] = (cache.cache_id, batch)
+            self._bound[name] = (cache.cache_id, batch, cache.word_for(name))
+            names.append(name)
 
     def drop(self, cache_id: int) -> None:
         """Forgets a cache."""
-        gone = self._caches.pop(cache_id, None)
-        for name, _ in gone.keys if gone else ():
-            if self._bound.get(name, (0, 0))[0] == cache_id:
+        self._caches.pop(cache_id, None)
+        for name in self._names.pop(cache_id, ()):
+            if self._bound.get(name, (0,))[0] == cache_id:
                 del self._bound[name]
 
-    def find(self, name: KeyName) -> tuple[RemoteCache, int] | None:
+    def find(self, name: KeyName) -> Found | None:
         """The cache and the batch index that a name finds."""
         if name.kind == "cache":
             cache = self._caches.get(name.id)
-            return (cache, 0) if cache else None
+            return Found(cache, 0, cache.word) if cache else None
         bound = self._bound.get(name)
-        return (self._caches[bound[0]], bound[1]) if bound else None
+        return Found(self._caches[bound[0]], bound[1], bound[2]) if bound else None

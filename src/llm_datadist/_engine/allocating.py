@@ -111,7 +111,9 @@ class Allocator:
         state = self._state
         with state.condition:
             found = state.registry.find(name)
-            if found is None or found[0].cache_id != record.cache_id:  # it went meanwhile, or is another's now
+            if (
+                found is None or found[0].cache_id != record.cache_id
+            ):  # it went meanwhile, or is another's now
                 return
             if record.is_blocks or not state.pools.has(record.cache_id):
                 return

@@ -98,7 +98,7 @@ class _Job:
     def __init__(
         self, state: State, background: Background, flight: Flight, call: Callable[[], None]
     ) -> None:
-        self.book = TaskBook(1, self._cancel)
+        self.book = TaskBook(1, self._cancel, state.run_callbacks)
         self._state = state
         self._background = background
         self._flight = flight

@@ -27,7 +27,7 @@ from llm_datadist.keys import BlocksCacheKey, CacheKey
 from llm_datadist.status import CacheNotExistError, ParamInvalidError
 
 _LOG = logging.getLogger("llm_datadist.cache")
-_ANNOUNCE_ENTRIES = 128  # caches in one announcement: keeps a frame of wide caches far below the frame limit
+_KEYS_A_FRAME = 8192  # about 100 bytes each on the wire, against 4 MiB that a message may have
 _LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
 _LONGEST_WAIT_S = 60.0  # of one wait; the end of what is waited for wakes earlier
 
@@ -64,16 +64,25 @@ class Catalog:
         desc = copy.copy(desc)  # update_dim of the caller's must not reach it
         layout = Layout.of(desc)
         addresses = checked_addresses(addrs, layout)
-        if remote_accessible is None:
-            remote_accessible = desc.placement == Placement.DEVICE
         state = self._state
         with state.condition:
             state.check_open()
+            remote_accessible = self._checked_accessible(remote_accessible, desc)
             names = state.registry.check_keys(keys, layout)
             entered = self.enter(
                 desc, layout, addresses, names, is_blocks=is_blocks, remote_accessible=remote_accessible
             )
         return self.finish(entered)
+
+    def _checked_accessible(self, asked: bool | None, desc: CacheDesc) -> bool:
+        if not self._state.comms_alive:
+            return desc.placement == Placement.DEVICE if asked is None else asked
+        if asked:
+            raise ParamInvalidError(
+                "remote_accessible is True, but link() was called before; register caches that peers may access "
+                "first, then call link()"
+            )
+        return False
 
     def enter(
         self,
@@ -145,8 +154,7 @@ class Catalog:
         """Whether no lease and no transfer of ours holds a cache. The caller holds the lock."""
         state = self._state
         state.leases.expire(time.monotonic())
-        # After finalize leases mean nothing: their words are cleared. What writes here still counts.
-        leased = state.closed is None and state.leases.of_cache(cache_id)
+        leased = state.leases.of_cache(cache_id)
         return not leased and not state.flights.where(lambda f: cache_id in f.cache_ids)
 
     def _cut_off(self, cache_id: int) -> bool:
@@ -167,7 +175,11 @@ class Catalog:
                 now = time.monotonic()
                 if now >= deadline:
                     return False
-                ends = [deadline, now + _LONGEST_WAIT_S, *(x.expires_at for x in state.leases.of_cache(cache_id))]
+                ends = [
+                    deadline,
+                    now + _LONGEST_WAIT_S,
+                    *(x.expires_at for x in state.leases.of_cache(cache_id)),
+                ]
                 state.condition.wait(max(0.0, min(ends) - now))
             return True
 
@@ -223,7 +235,7 @@ class Catalog:
         return CacheInfo(
             cache_id=record.cache_id,
             kind="blocks" if record.is_blocks else "cache",
-            desc=copy.copy(record.desc),
+            desc=record.desc,  # not a copy: two looks at one cache are equal
             keys=tuple(key_of(name, state.cluster_id) for name, _ in state.registry.names_of(record)),
             remote_accessible=record.remote_accessible,
             allocated=state.pools.has(record.cache_id),
@@ -234,32 +246,42 @@ class Catalog:
 
     def announce_all(self, link: Link) -> None:
         """Posts our whole table to a new link. The caller holds the lock."""
-        records = [r for r in self._state.registry.records() if r.remote_accessible]
-        for at in range(0, len(records), _ANNOUNCE_ENTRIES):
-            self._post(link, records[at : at + _ANNOUNCE_ENTRIES])
+        if self._state.draining:
+            return
+        for record in self._state.registry.records():
+            if record.remote_accessible:
+                self._post(link, record)
 
     def announce(self, record: Record) -> list[Link]:
         """Posts a cache that is new or has other keys now; returns the links to flush. The caller holds the lock."""
-        if not self._state.accessible or not record.remote_accessible:
+        if not self._state.accessible or self._state.draining or not record.remote_accessible:
             return []
-        return [link for link in self._state.by_token.values() if self._post(link, [record])]
+        return [link for link in self._state.by_token.values() if self._post(link, record)]
 
-    def _post(self, link: Link, records: list[Record]) -> bool:
-        names_of = self._state.registry.names_of
-        entries = tuple(codec.entry_of(r, names_of(r)) for r in records)
+    def _post(self, link: Link, record: Record) -> bool:
+        """Posts one cache, its keys in portions: a frame has a limit, a cache may have any number of slots."""
+        bindings = self._state.registry.bindings_of(record)
+        addresses = self.addresses_for(link, record)
         try:
-            link.post(Announce(entries=entries), [self.addresses_for(link, r) for r in records])
+            for at in range(0, max(1, len(bindings)), _KEYS_A_FRAME):
+                entry = codec.entry_of(record, bindings[at : at + _KEYS_A_FRAME])
+                link.post(Announce(entries=(entry,), more_keys=at > 0), [addresses])
         except LinkLost:
             return False
         return True
 
-    def _withdraw(self, record: Record) -> list[Link]:
-        if not self._state.accessible or not record.remote_accessible:
+    def withdraw_all(self) -> list[Link]:
+        """Posts that our table is empty; returns the links to flush. The caller holds the lock."""
+        return self._withdraw(*self._state.registry.records())
+
+    def _withdraw(self, *records: Record) -> list[Link]:
+        known = tuple(r.cache_id for r in records if r.remote_accessible)
+        if not self._state.accessible or not known:
             return []
         told = []
         for link in self._state.by_token.values():
             try:
-                link.post(Withdraw(cache_ids=(record.cache_id,)))
+                link.post(Withdraw(cache_ids=known))
             except LinkLost:
                 continue
             told.append(link)
@@ -308,7 +330,9 @@ def _check_mapped(name: str, addresses: U64, layout: Layout) -> None:
 def _checked_ranges(ranges: Sequence[MemInfo]) -> tuple[U64, U64]:
     for at, info in enumerate(ranges):
         if info.mem_type is not Memtype.MEM_TYPE_DEVICE:
-            raise ParamInvalidError(f"mem_infos[{at}] is {info.mem_type.name}; only device memory is remapped")
+            raise ParamInvalidError(
+                f"mem_infos[{at}] is {info.mem_type.name}; only device memory is remapped"
+            )
         if not info.addr or info.size <= 0:
             raise ParamInvalidError(
                 f"mem_infos[{at}] has addr {info.addr:#x} and size {info.size}; both must be greater than 0"

@@ -5,6 +5,8 @@ Raises ProtocolError for what a well-behaved peer never sends; the control plane
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 import numpy as np
 
@@ -24,9 +26,15 @@ _REQUESTS = msgspec.msgpack.Decoder(ReadRequest)
 _LENGTH_NBYTES = 4  # of the struct at the head of a selector
 
 
-def key_ref(name: KeyName, batch_index: int = 0) -> KeyRef:
+def key_ref(name: KeyName, batch_index: int = 0, word: GenerationWord | None = None) -> KeyRef:
     """A key name on the wire."""
-    return KeyRef(kind=name.kind, id=name.id, model_id=name.model_id, batch_index=batch_index)
+    return KeyRef(
+        kind=name.kind,
+        id=name.id,
+        model_id=name.model_id,
+        batch_index=batch_index,
+        word=word_message(word) if word else None,
+    )
 
 
 def key_name(ref: KeyRef) -> KeyName:
@@ -50,8 +58,8 @@ def word_of(word: Word) -> GenerationWord:
     return GenerationWord(word.address, word.value)
 
 
-def entry_of(record: Record, names: tuple[tuple[KeyName, int], ...] = ()) -> CacheEntry:
-    """A cache of ours as a peer sees it."""
+def entry_of(record: Record, bindings: Iterable[tuple[KeyName, int, GenerationWord]] = ()) -> CacheEntry:
+    """A cache of ours as a peer sees it, with the keys that find it (``Registry.bindings_of``)."""
     return CacheEntry(
         cache_id=record.cache_id,
         is_blocks=record.is_blocks,
@@ -59,18 +67,19 @@ def entry_of(record: Record, names: tuple[tuple[KeyName, int], ...] = ()) -> Cac
         dim0=record.layout.dim0,
         stride_nbytes=record.layout.stride_nbytes,
         word=word_message(record.word),
-        keys=tuple(key_ref(name, batch) for name, batch in names),
+        keys=tuple(key_ref(*binding) for binding in bindings),
     )
 
 
-def remote_cache(entry: CacheEntry, addresses: Buffer) -> RemoteCache:
-    """A peer's cache; ``addresses`` is empty or has one for each tensor."""
+def remote_cache(entry: CacheEntry, addresses: Buffer, *, by_address: bool) -> RemoteCache:
+    """A peer's cache; ``by_address``: we read it so, and need the address of each tensor."""
     layout = layout_of(entry)
     bases = u64(addresses)
-    if len(bases) not in (0, layout.num_tensors):
+    if len(bases) != layout.num_tensors and (by_address or len(bases)):
         raise ProtocolError(f"{len(bases)} addresses for a cache of {layout.num_tensors} tensors")
     keys = tuple((key_name(k), k.batch_index) for k in entry.keys)
-    return RemoteCache(entry.cache_id, layout, entry.is_blocks, word_of(entry.word), bases, keys)
+    words = {key_name(k): word_of(k.word) for k in entry.keys if k.word is not None}
+    return RemoteCache(entry.cache_id, layout, entry.is_blocks, word_of(entry.word), bases, keys, words)
 
 
 def layout_of(entry: CacheEntry) -> Layout:

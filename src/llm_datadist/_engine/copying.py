@@ -83,7 +83,9 @@ class Copier:
         if cache.is_cpu_cache:
             layout = Layout.of(cache.cache_desc)
             addresses = checked_addresses(cache.tensor_addrs, layout)
-            return Memory("the CPU cache", layout, addresses, True, cache.cache_desc.placement)
+            return Memory(
+                "the CPU cache", layout, addresses, cache.is_blocks_cache, cache.cache_desc.placement
+            )
         with state.condition:
             state.check_open()
             record = state.record_of(cache)
@@ -98,6 +100,7 @@ class Copier:
             return state.flights.begin(Flight(None, tuple(r.cache_id for r in records)))
 
     def _move(self, what: str, plan: Segments, flight: Flight) -> None:
+        flight.run_here()
         flight.check()
         read = LocalRead(self._process, self._movers, plan)
         with flight.cancelling(read.cancel):
@@ -114,6 +117,8 @@ def _whole(buffer: np.ndarray[tuple[int], np.dtype[np.uint8]], nbytes: int) -> E
 
 def _error(what: str, fault: Fault) -> LLMException:
     if fault.kind is FaultKind.DESTINATION:
-        return ParamInvalidError(f"{what}: the destination cannot be written: {fault.text}; use writable memory")
+        return ParamInvalidError(
+            f"{what}: the destination cannot be written: {fault.text}; use writable memory"
+        )
     remedy = "; unregister before unmapping" if fault.kind is FaultKind.SOURCE else ""
     return LLMException(f"{what}: {fault.text}{remedy}", status_code=LLMStatusCode.LLM_FAILED)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llm_datadist._core.notices import Notice
 from llm_datadist._core.options import Options
+from llm_datadist._core.rank_table import BASE_PORT_VARIABLE
 from llm_datadist._core.requests import (
     CopyBlocks,
     CopyCache,
@@ -27,7 +28,9 @@ from llm_datadist._core.selection import AUTO
 from llm_datadist._engine.allocating import Allocator
 from llm_datadist._engine.background import Background
 from llm_datadist._engine.catalog import Catalog
+from llm_datadist._engine.comms import Comms
 from llm_datadist._engine.copying import Copier
+from llm_datadist._engine.draining import Draining
 from llm_datadist._engine.handler import Handler
 from llm_datadist._engine.initiator import Initiator
 from llm_datadist._engine.layerwise import LayerPusher
@@ -43,7 +46,7 @@ from llm_datadist._wire.framing import encode
 from llm_datadist._wire.messages import PROTOCOL_VERSION, DataHello
 from llm_datadist.caches import Cache, CacheDesc, MemInfo
 from llm_datadist.clusters import LinkInfo, Notify
-from llm_datadist.enums import LLMRole, Placement
+from llm_datadist.enums import LLMRole, Placement, RegisterMemStatus
 from llm_datadist.infos import CacheInfo, PoolInfo
 from llm_datadist.keys import BlocksCacheKey, CacheKey
 from llm_datadist.status import EngineFinalizedError, LLMStatusCode
@@ -65,14 +68,18 @@ class Engine:
 
     def __init__(self, role: LLMRole, cluster_id: int, options: Options) -> None:
         self._options = options
+        self._instance = secrets.token_bytes(_TOKEN_NBYTES)
         caps = {t.name: t.caps for t in (LocalTransport, TcpTransport)}
         state = self._state = State(cluster_id, options, caps)
+        state.find_sibling = _find_sibling
         self._catalog = Catalog(state)
         self._notifications = Notifications(state)
         self._initiator = Initiator(state, self._notifications)
         self._pusher = Pusher(state)
         self._layer_pusher = LayerPusher(state)
         self._linking = Linking(state)
+        self._comms = Comms(state, self._linking, os.environ.get(BASE_PORT_VARIABLE))
+        self._draining = Draining(state, self._catalog)
         self._allocator = Allocator(state, self._catalog)
         self._responder = Responder(state, self._catalog, self._allocator)
         self._receiver = Receiver(state, self._notifications)
@@ -99,6 +106,7 @@ class Engine:
             self._responder,
             self._receiver,
             self._linking,
+            self._draining,
             self._notifications,
         )
         settings = LinkSettings(
@@ -110,10 +118,11 @@ class Engine:
             link_timeout_ms=options.link_timeout_ms,
             retry_count=options.link_retry_count,
             listen=Address(*options.listen) if options.listen else None,
+            advertise_ip=options.advertise_ip,
         )
         state.links = LinkService(
             settings,
-            secrets.token_bytes(_TOKEN_NBYTES),
+            self._instance,
             endpoints,
             handler,
             lambda: secrets.token_bytes(_TOKEN_NBYTES),
@@ -276,6 +285,26 @@ class Engine:
         """See ``Linking.unlink``."""
         return self._linking.unlink(cluster_ids, timeout_ms, force=force)
 
+    def link_comm(self, comm_name: str, ranks: Mapping[int, int], rank_table: str) -> int:
+        """See ``Comms.link``."""
+        return self._comms.link(comm_name, ranks, rank_table)
+
+    def comm_status(self, comm_id: int) -> RegisterMemStatus:
+        """See ``Comms.status``."""
+        return self._comms.status(comm_id)
+
+    def unlink_comm(self, comm_id: int) -> None:
+        """See ``Comms.unlink``."""
+        self._comms.unlink(comm_id)
+
+    def switch_role(self, role: LLMRole, listen: tuple[str, int] | None) -> None:
+        """See ``Linking.switch_role``."""
+        self._linking.switch_role(int(role), listen)
+
+    def drain(self, timeout_ms: int) -> None:
+        """See ``Draining.drain``."""
+        self._draining.drain(timeout_ms)
+
     def check_link(self, cluster_id: int) -> None:
         """See ``Linking.check``."""
         self._linking.check(cluster_id)
@@ -298,6 +327,11 @@ def _first_data_frame(link_token: bytes, dialler_reads: bool) -> bytes:
     return b"".join(
         encode(DataHello(version=PROTOCOL_VERSION, link_token=link_token, dialler_reads=dialler_reads))
     )
+
+
+def _find_sibling(instance: bytes) -> State | None:
+    """The engine of this process that a peer turns out to be."""
+    return next((engine._state for engine in list(_living) if engine._instance == instance), None)
 
 
 def _close_in_child() -> None:

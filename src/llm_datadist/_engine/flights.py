@@ -21,13 +21,16 @@ from llm_datadist.status import LLMException
 class Flight:
     """One transfer, or a copy within this process (no link).
 
-    Attributes: ``serving``: a peer reads through us, nothing is written here.
+    Attributes:
+        serving: A peer reads through us, nothing is written here.
+        thread: The caller's thread that it keeps busy; None if it keeps none.
     """
 
     def __init__(self, link: Link | None, cache_ids: tuple[int, ...], *, serving: bool = False) -> None:
         self._link = link
         self.cache_ids = cache_ids
         self.serving = serving
+        self.thread: int | None = None
         self.error: LLMException | None = None
         self._cancel: Callable[[str], None] | None = None
         self._lock = threading.Lock()
@@ -39,9 +42,18 @@ class Flight:
             raise ValueError("a copy within this process has no link")
         return self._link
 
+    @property
+    def has_link(self) -> bool:
+        """Whether it is a transfer."""
+        return self._link is not None
+
     def uses(self, link: Link) -> bool:
         """Whether it goes over that link."""
         return self._link is link
+
+    def run_here(self) -> None:
+        """The calling thread is busy with it until it ends."""
+        self.thread = threading.get_ident()
 
     @contextmanager
     def cancelling(self, cancel: Callable[[str], None]) -> Iterator[None]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from llm_datadist._core.selection import Choice, candidates, choose
 from llm_datadist._engine import codec
 from llm_datadist._engine.catalog import Catalog
+from llm_datadist._engine.draining import Draining
 from llm_datadist._engine.initiator import give_back
 from llm_datadist._engine.linking import Linking
 from llm_datadist._engine.notifications import Notifications
@@ -38,6 +39,7 @@ from llm_datadist._wire.messages import (
     Pong,
     Release,
     Resolve,
+    Settle,
     Unlink,
     Withdraw,
 )
@@ -67,6 +69,7 @@ class Handler:
         responder: Responder,
         receiver: Receiver,
         linking: Linking,
+        draining: Draining,
         notifications: Notifications,
     ) -> None:
         self._state = state
@@ -76,6 +79,7 @@ class Handler:
         self._responder = responder
         self._receiver = receiver
         self._linking = linking
+        self._draining = draining
         self._notifications = notifications
 
     # ---- handshake ----------------------------------------------------------------------------------------
@@ -148,6 +152,7 @@ class Handler:
             state.by_token[link.token] = link
             if state.accessible:
                 self._catalog.announce_all(link)
+        state.on_link_change(link.cluster_id)
 
     def on_down(self, link: Link, reason: str) -> None:
         """The link is gone: its leases end, its transfers fail."""
@@ -165,6 +170,7 @@ class Handler:
         )
         peer.close()
         peer.offers.clear()
+        state.on_link_change(link.cluster_id)
 
     def on_data_socket(self, sock: DataSocket, hello: DataHello, leftover: bytes) -> None:
         """A data connection came in."""
@@ -206,10 +212,8 @@ class Handler:
                 self._notifications.withdrawn(link, message)
             case NeedConnections():
                 self._connect(link, message)
-            case Unlink():
-                self._state.workers.submit(
-                    ("unlink", link), lambda: self._linking.unlink_asked(link, message)
-                )
+            case Unlink() | Settle():
+                self._when_idle(link, message)
             case Grant():
                 give_back(link, message)
             case Found() | Done() | Pong():
@@ -217,15 +221,26 @@ class Handler:
             case _:
                 raise ProtocolError(f"{type(message).__name__} on an established link")
 
+    def _when_idle(self, link: Link, message: Unlink | Settle) -> None:
+        """What waits for the end of transfers is for a worker."""
+        submit = self._state.workers.submit
+        if isinstance(message, Unlink):
+            submit(("unlink", link), lambda: self._linking.unlink_asked(link, message))
+        else:
+            submit(("settle", link), lambda: self._draining.settle_asked(link, message))
+
     def _announced(self, link: Link, frame: Frame, message: Announce) -> None:
         if not self._state.accessible:
             raise ProtocolError("a cache table was announced to a cluster in managed mode")
+        by_address = peer_of(link).one_sided
         caches = [
-            codec.remote_cache(entry, codec.attachment(frame, at)) for at, entry in enumerate(message.entries)
+            codec.remote_cache(entry, codec.attachment(frame, at), by_address=by_address)
+            for at, entry in enumerate(message.entries)
         ]
+        table = peer_of(link).table
         with self._state.condition:
             for cache in caches:
-                peer_of(link).table.put(cache)
+                table.put(cache, more_keys=message.more_keys)
 
     def _connect(self, link: Link, message: NeedConnections) -> None:
         serving = peer_of(link).serving

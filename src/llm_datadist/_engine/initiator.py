@@ -21,26 +21,32 @@ from llm_datadist._engine.executor import MoveError, Stale, move
 from llm_datadist._engine.failures import Context
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.notifications import Notifications
+from llm_datadist._engine.overlapping import check_apart
 from llm_datadist._engine.state import State, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost, Pending
 from llm_datadist._wire.framing import Frame, ProtocolError
-from llm_datadist._wire.messages import Done, Found, Grant, Lookup, Release, Resolve
+from llm_datadist._wire.messages import CacheEntry, Done, Found, Grant, Lookup, Release, Resolve
 from llm_datadist.keys import BlocksCacheKey, CacheKeyByIdAndIndex
 from llm_datadist.status import CacheNotExistError, LLMException, LLMStatusCode, ParamInvalidError
+
+_PROBE_S = 0.1  # for the answer of a peer that is alive and has withdrawn something
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a pull reads: a peer's cache, the slot that the key names, and the lease, if it holds one."""
+    """Where a pull reads.
+
+    Attributes:
+        cache: The peer's cache.
+        batch: The slot that the key names.
+        word: What says that it is still there: of the lease, the key, or the cache.
+        lease: Its id and word, if there is one.
+    """
 
     cache: RemoteCache
     batch: int
+    word: GenerationWord
     lease: tuple[int, GenerationWord] | None = None
-
-    @property
-    def word(self) -> GenerationWord:
-        """The word that says whether it is still there."""
-        return self.lease[1] if self.lease else self.cache.word
 
 
 class Initiator:
@@ -74,6 +80,7 @@ class Initiator:
             flight.link, started, LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
         )  # fmt: skip
         pull = _Pull(self._state, request, record, flight, context, deadline)
+        flight.run_here()
         try:
             flight.check()
             pull.run()
@@ -84,9 +91,24 @@ class Initiator:
                 self._notifications.deliver(flight, after, request.notice, deadline)
         except (Stale, MoveError, LinkLost, TimeoutError, ProtocolError) as exc:
             flight.check()
+            if isinstance(exc, Stale):
+                self._check_link(context)
             raise context.failure(exc) from exc.__cause__
         finally:
             self._state.flights.end(flight)
+
+    def _check_link(self, context: Context) -> None:
+        """A word that has changed may be the end of the link, seen before the end of its connection.
+
+        Raises:
+            LinkFailedError: It is.
+        """
+        try:
+            self._state.links.ping(context.link, time.monotonic() + _PROBE_S)
+        except LinkLost as exc:
+            raise context.lost(exc) from None
+        except TimeoutError:
+            return
 
     def check(self, request: PullCache | PullBlocks) -> Record:
         """The destination; everything that needs no peer is checked.
@@ -114,12 +136,14 @@ class Initiator:
         """Enters the flight.
 
         Raises:
+            LinkBusyError: The engine is draining.
             NotLinkedError: No link.
             CacheNotExistError: The local cache has gone meanwhile.
         """
         state = self._state
         with state.condition:
             state.check_open()
+            state.check_admitting()
             link = state.link_to(request.key.cluster_id)
             state.record_of(request.cache)
             return state.flights.begin(Flight(link, (record.cache_id,)))
@@ -163,12 +187,14 @@ class _Pull:
         if found is None:
             self._move(self._lookup(name))
             return
-        source = Source(found[0], self._batch(found[1]))
+        source = Source(found.cache, self._batch(found.batch), found.word)
         try:
             self._move(source)
-        except Stale as stale:
-            # Our copy of the table may be behind; the owner knows. Bytes that have moved are a race lost.
-            fresh = None if stale.begun else self._lookup(name)
+        except (Stale, ParamInvalidError, CacheNotExistError) as exc:
+            # Our copy of the table may be behind: the owner knows. Bytes that have moved are a race lost.
+            begun = isinstance(exc, Stale) and exc.begun
+            self.flight.check()
+            fresh = None if begun else self._lookup(name)
             if fresh is None or fresh.word == source.word:
                 raise
             self._move(fresh)
@@ -186,17 +212,17 @@ class _Pull:
         grant = frame.message
         if not isinstance(grant, Grant):
             raise self._odd(grant)
-        cache = codec.remote_cache(grant.entry, codec.attachment(frame, 0))
-        return Source(cache, self._batch(grant.batch_index), (grant.lease_id, codec.word_of(grant.lease)))
+        cache = self._cache_in(grant.entry, frame)
+        word = codec.word_of(grant.lease)
+        return Source(cache, self._batch(grant.batch_index), word, (grant.lease_id, word))
 
     def _lookup(self, name: KeyName) -> Source:
         frame = self._ask(lambda i: Lookup(id=i, key=codec.key_ref(name)), name)
         found = frame.message
         if not isinstance(found, Found):
             raise self._odd(found)
-        return Source(
-            codec.remote_cache(found.entry, codec.attachment(frame, 0)), self._batch(found.batch_index)
-        )
+        cache = self._cache_in(found.entry, frame)
+        return Source(cache, self._batch(found.batch_index), cache.word_for(name))
 
     def _ask(self, question: Callable[[int], Resolve | Lookup], name: KeyName) -> Frame:
         pending = self.link.call(question(self.link.next_id()))
@@ -210,6 +236,9 @@ class _Pull:
         if isinstance(answer, Done):
             raise self.context.refused(answer.code, answer.text)
         return frame
+
+    def _cache_in(self, entry: CacheEntry, frame: Frame) -> RemoteCache:
+        return codec.remote_cache(entry, codec.attachment(frame, 0), by_address=peer_of(self.link).one_sided)
 
     def _odd(self, message: object) -> LLMException:
         return self.context.lost(f"unexpected answer {type(message).__name__}")
@@ -230,14 +259,16 @@ class _Pull:
             raise self.context.invalid(exc) from None
         peer = peer_of(self.link)
         cache = source.cache
+        destination = dst.extents(self.record.addresses)
+        check_apart(self.state, self.link, cache.cache_id, src, destination)
         where = (
             src.extents(cache.addresses)
             if peer.one_sided
-            else codec.selector(src, cache.cache_id, cache.word, source.lease)
+            else codec.selector(src, cache.cache_id, source.word, source.lease)
         )
         move(
             peer,
-            Segments(where, dst.extents(self.record.addresses)),
+            Segments(where, destination),
             (source.word,),
             self.deadline,
             self.flight,

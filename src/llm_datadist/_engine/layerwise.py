@@ -46,10 +46,11 @@ class LayerPusher:
         state = self._state
         with state.condition:
             state.check_open()
+            state.check_admitting()
             record = state.record_of(request.cache)
         blocks = check_push_layers(request, record.layout)
         runs: list[_Run] = []
-        book = TaskBook(len(request.configs), lambda: _cancel(runs))
+        book = TaskBook(len(request.configs), lambda: _cancel(runs), state.run_callbacks)
         configs: Sequence[TransferConfig | TransferWithCacheKeyConfig] = request.configs
         for at, config in enumerate(configs):
             run = _Run(state, record, book, at, config, blocks)

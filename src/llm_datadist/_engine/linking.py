@@ -1,22 +1,33 @@
 """Links as callers see them: link, unlink, check, list.
 
+A link goes with the last that holds it: link_clusters, on either side, or a comm of this one.
 ``unlink`` drops a link only when nothing is in flight on either side, or by force. Who asked drops the
 connection; the peer marks its side as unlinked and sees it go.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llm_datadist._engine.state import Peer, State, describe, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._link.seam import Address, Target
 from llm_datadist._wire.messages import Done, Unlink
 from llm_datadist.clusters import LinkInfo
-from llm_datadist.status import LinkFailedError, LLMStatusCode, TransferTimeoutError, code_of
+from llm_datadist.status import LinkFailedError, LLMException, LLMStatusCode, TransferTimeoutError, code_of
 
+_LOG = logging.getLogger("llm_datadist.link")
+_LINKED = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
+# Answers to Unlink with which the link stays -> what our caller gets.
+_STAYS = {
+    LLMStatusCode.LLM_LINK_BUSY: LLMStatusCode.LLM_LINK_BUSY,
+    LLMStatusCode.LLM_EXIST_LINK: LLMStatusCode.LLM_SUCCESS,
+}
+_PEERS_SHARE = 0.9  # of the time of an unlink that the peer may wait for its transfers
+_ANSWER_S = 0.1  # for its answer to arrive, at least
 _LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
 
 
@@ -29,7 +40,29 @@ class Linking:
     def link(self, targets: Sequence[tuple[int, tuple[str, int]]], timeout_ms: int) -> list[LLMStatusCode]:
         """Dials all in parallel; one code per target."""
         wanted = [Target(cluster_id, Address(*address)) for cluster_id, address in targets]
-        return self._state.links.dial(wanted, timeout_ms / 1000)
+        codes = self._state.links.dial(wanted, timeout_ms / 1000)
+        for target, code in zip(wanted, codes, strict=True):
+            link = self._state.links.get(target.cluster_id)
+            if code in _LINKED and link is not None:
+                peer_of(link).by_clusters = True
+        return codes
+
+    def switch_role(self, role: int, listen: tuple[str, int] | None) -> None:
+        """Listens there, or (None) not any more; later links are told the role.
+
+        Raises:
+            LLMException: LLM_EXIST_LINK: there are links; LLM_FAILED: it cannot listen there.
+        """
+        state = self._state
+        linked = [link for link in state.links.links() if not peer_of(link).unlinked]
+        if linked:
+            raise LLMException(
+                f"links are up: {', '.join(map(describe, linked))}; unlink them (unlink_clusters, unlink) before "
+                "switch_role",
+                status_code=LLMStatusCode.LLM_EXIST_LINK,
+            )
+        state.links.listen_on(None if listen is None else Address(*listen))
+        state.links.set_role(role)
 
     def check(self, cluster_id: int) -> None:
         """Returns when the link answers a ping within sync_kv_timeout.
@@ -61,49 +94,66 @@ class Linking:
     # ---- unlinking --------------------------------------------------------------------------------------------
 
     def unlink(self, cluster_ids: Sequence[int], timeout_ms: int, *, force: bool) -> list[LLMStatusCode]:
-        """Drops links, in parallel; one code per cluster."""
+        """Drops links that no comm holds, in parallel; one code per cluster."""
         deadline = time.monotonic() + timeout_ms / 1000
-        codes = [LLMStatusCode.LLM_SUCCESS] * len(cluster_ids)
+        return _in_parallel(cluster_ids, lambda cluster_id: self._unlink(cluster_id, deadline, force=force))
 
-        def one(at: int) -> None:
-            codes[at] = self._unlink(cluster_ids[at], deadline, force=force)
+    def leave(self, cluster_ids: Sequence[int], timeout_s: float) -> list[LLMStatusCode]:
+        """Drops links that link_clusters holds on neither side, in parallel; one code per cluster."""
+        deadline = time.monotonic() + timeout_s
+        return _in_parallel(cluster_ids, lambda cluster_id: self._leave(cluster_id, deadline))
 
-        others = [threading.Thread(target=one, args=(at,), daemon=True) for at in range(1, len(cluster_ids))]
-        for thread in others:
-            thread.start()
-        if cluster_ids:
-            one(0)
-        for thread in others:
-            thread.join()
-        return codes
+    def _leave(self, cluster_id: int, deadline: float) -> LLMStatusCode:
+        link = self._state.links.get(cluster_id)
+        if link is None or peer_of(link).by_clusters:
+            return LLMStatusCode.LLM_SUCCESS
+        return self._drop_if_idle(link, deadline, if_unused=True)
+
+    def _drop_if_idle(self, link: Link, deadline: float, *, if_unused: bool) -> LLMStatusCode:
+        if not self._close_when_idle(link, deadline):
+            return LLMStatusCode.LLM_LINK_BUSY
+        return self._agree(link, deadline, if_unused=if_unused)
 
     def _unlink(self, cluster_id: int, deadline: float, *, force: bool) -> LLMStatusCode:
-        link = self._state.links.get(cluster_id)
+        state = self._state
+        link = state.links.get(cluster_id)
         if link is None:
+            return LLMStatusCode.LLM_SUCCESS
+        with state.condition:
+            held = state.comm_holds[cluster_id] > 0
+        if held:
+            peer_of(link).by_clusters = False
+            _LOG.info("the link to %s stays: a comm holds it until unlink(comm_id)", describe(link))
             return LLMStatusCode.LLM_SUCCESS
         if force:
             self._drop(link, "unlinked with force", tell=True)
             return LLMStatusCode.LLM_SUCCESS
-        if not self._close_when_idle(link, deadline):
-            return LLMStatusCode.LLM_LINK_BUSY
-        return self._agree(link, deadline)
+        return self._drop_if_idle(link, deadline, if_unused=False)
 
-    def _agree(self, link: Link, deadline: float) -> LLMStatusCode:
-        """Asks the peer to let go as well; whatever it says but busy, the link goes."""
+    def _agree(self, link: Link, deadline: float, *, if_unused: bool) -> LLMStatusCode:
+        """Asks the peer to let go as well; whatever it says but busy or in use, the link goes."""
         peer = peer_of(link)
-        left_ms = max(1, int((deadline - time.monotonic()) * 1000))
+        left_s = max(0.0, deadline - time.monotonic())
+        # The peer gets less than we wait, so that its "busy" is here before we take it for unreachable.
+        question = Unlink(
+            id=link.next_id(), time_left_ms=int(left_s * _PEERS_SHARE * 1000), if_unused=if_unused
+        )
         code = LLMStatusCode.LLM_SUCCESS
         try:
-            answer = link.call(Unlink(id=link.next_id(), time_left_ms=left_ms)).wait(deadline).message
+            answer = link.call(question).wait(deadline + max(_ANSWER_S, left_s * (1 - _PEERS_SHARE))).message
         except TimeoutError:
             code = LLMStatusCode.LLM_TIMEOUT
         except LinkLost:
             # Both sides may unlink at once: then each has told the other that it may go.
             return LLMStatusCode.LLM_SUCCESS if peer.unlinked else LLMStatusCode.LLM_UNLINK_FAILED
+        except BaseException:  # Ctrl-C: the peer may have let go by now, so this side does too
+            self._state.links.drop(link, "unlinking was interrupted", tell=True)
+            raise
         else:
-            if isinstance(answer, Done) and code_of(answer.code) == LLMStatusCode.LLM_LINK_BUSY:
+            said = code_of(answer.code) if isinstance(answer, Done) else code
+            if said in _STAYS:
                 peer.closing = False
-                return LLMStatusCode.LLM_LINK_BUSY
+                return _STAYS[said]
         self._drop(link, "unlinked", tell=False)
         return code
 
@@ -132,11 +182,31 @@ class Linking:
 
     def unlink_asked(self, link: Link, message: Unlink) -> None:
         """The peer wants to unlink: yes when we are idle, busy at its time-out. Not for the control thread."""
+        if message.if_unused and peer_of(link).by_clusters:
+            text = "link_clusters was called there for this link; unlink_clusters ends it"
+            tell(link, Done(id=message.id, code=LLMStatusCode.LLM_EXIST_LINK, text=text))
+            return
         idle = self._close_when_idle(link, time.monotonic() + max(0, message.time_left_ms) / 1000)
         peer = peer_of(link)
         peer.unlinked = idle
         code = LLMStatusCode.LLM_SUCCESS if idle else LLMStatusCode.LLM_LINK_BUSY
         tell(link, Done(id=message.id, code=code, text="" if idle else "transfers are in flight"))
+
+
+def _in_parallel(cluster_ids: Sequence[int], one: Callable[[int], LLMStatusCode]) -> list[LLMStatusCode]:
+    codes = [LLMStatusCode.LLM_SUCCESS] * len(cluster_ids)
+
+    def at(index: int) -> None:
+        codes[index] = one(cluster_ids[index])
+
+    others = [threading.Thread(target=at, args=(i,), daemon=True) for i in range(1, len(cluster_ids))]
+    for thread in others:
+        thread.start()
+    if cluster_ids:
+        at(0)
+    for thread in others:
+        thread.join()
+    return codes
 
 
 def _info(link: Link) -> LinkInfo:

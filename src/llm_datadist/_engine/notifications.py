@@ -49,6 +49,7 @@ class Notifications:
             state.check_open()
             link = state.link_to(cluster_id)
             flight = state.flights.begin(Flight(link, ()))
+        flight.run_here()
         context = Context(f"notification {notice.name!r:.80}", link, started, LLMStatusCode.LLM_TIMEOUT)
         try:
             self.deliver(flight, context, notice, started + state.timeout_s)

@@ -52,6 +52,7 @@ class Pusher:
             LLMStatusCode.LLM_TIMEOUT,
         )
         offering = Offering(self._state, flight.link, record, self._terms(request, record))
+        flight.run_here()
         try:
             flight.check()
             self._run(offering, flight, context, started + self._state.timeout_s)
@@ -93,6 +94,7 @@ class Pusher:
         state = self._state
         with state.condition:
             state.check_open()
+            state.check_admitting()
             link = state.link_to(request.key.cluster_id)
             state.record_of(request.cache)
             return state.flights.begin(Flight(link, (record.cache_id,)))

@@ -17,7 +17,6 @@ import numpy as np
 from llm_datadist._core import layer_plans, planning
 from llm_datadist._core.layer_plans import LayerBlocks
 from llm_datadist._core.layout import CacheSlice
-from llm_datadist._core.overlap import overlaps
 from llm_datadist._core.registry import KeyName, Record
 from llm_datadist._core.remote_table import RemoteCache
 from llm_datadist._core.requests import Layers
@@ -27,6 +26,7 @@ from llm_datadist._engine.executor import MoveError, Stale, move
 from llm_datadist._engine.failures import Context
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.notifications import Notifications
+from llm_datadist._engine.overlapping import check_apart
 from llm_datadist._engine.responder import check_accessible, describe_name
 from llm_datadist._engine.state import Peer, State, describe, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost
@@ -96,12 +96,18 @@ class Receiver:
         if len(offers) >= _MAX_OFFERS:
             raise ProtocolError(f"more than {_MAX_OFFERS} open offers")
         src_blocks, dst_blocks, addresses = (codec.u64(codec.attachment(frame, at)) for at in range(1, 4))
-        source = codec.remote_cache(message.source, codec.attachment(frame, 0))
+        source = codec.remote_cache(
+            message.source, codec.attachment(frame, 0), by_address=peer_of(link).one_sided
+        )
         if message.part_tensors < 1 or message.kind not in ("cache", "blocks", "layers"):
             raise ProtocolError(
                 f"offer of kind {message.kind!r} with parts of {message.part_tensors} tensors"
             )
-        offers[message.id] = ReceivedOffer(link, message, source, src_blocks, dst_blocks, addresses)
+        offer = offers[message.id] = ReceivedOffer(link, message, source, src_blocks, dst_blocks, addresses)
+        try:
+            self._state.check_admitting()
+        except LLMException as exc:
+            offer.plan = exc
 
     def part_ready(self, link: Link, message: PartReady) -> None:
         """A part may be read: queued behind the earlier parts of its offer."""
@@ -222,6 +228,7 @@ class Receiver:
     ) -> None:
         peer: Peer = peer_of(offer.link)
         destination = target.extents(bases)
+        check_apart(self._state, offer.link, offer.source.cache_id, source, destination)
         lease = codec.word_of(message.lease)
         if not peer.one_sided:
             chosen = codec.selector(
@@ -230,10 +237,6 @@ class Receiver:
             move(peer, Segments(chosen, destination), (), deadline, flight)
             return
         where = source.extents(offer.source.addresses)
-        if offer.link.is_self and overlaps(where, destination):
-            raise ParamInvalidError(
-                "source and destination of the push overlap; they are the same memory of one process"
-            )
         move(peer, Segments(where, destination), (lease,), deadline, flight)
 
     # ---- planning (workers) ----------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ class Responder:
         try:
             with state.condition:
                 state.check_open()
+                state.check_admitting()
                 if state.accessible:
                     raise ParamInvalidError("this cluster is in accessible mode; leases are for managed mode")
                 record, batch = self._find(name)
@@ -84,11 +85,12 @@ class Responder:
         try:
             with state.condition:
                 state.check_open()
+                state.check_admitting()
                 if not state.accessible:
                     raise ParamInvalidError("this cluster is in managed mode; it has no table for peers")
                 record, batch = self._find(name)
                 check_accessible(record)
-                entry = codec.entry_of(record, state.registry.names_of(record))
+                entry = codec.entry_of(record, state.registry.binding_of(name))
         except LLMException as exc:
             tell(link, Done(id=message.id, code=exc.status_code, text=str(exc)))
             return
@@ -133,7 +135,7 @@ class Responder:
         except BaseException:
             state.flights.end(flight)
             raise
-        return Serving(state, extents, flight, lease)
+        return Serving(state, extents, flight, lease, request)
 
     def _lease(self, link: Link, request: ReadRequest) -> Lease | None:
         if not request.lease_id:
@@ -151,7 +153,7 @@ class Responder:
 
     def _record(self, request: ReadRequest) -> Record:
         record = self._state.registry.get(request.cache_id)
-        if record is None or record.word.value != request.generation:
+        if record is None or not self._state.registry.is_current(record, request.generation):
             raise CacheNotExistError(
                 f"cache {request.cache_id} of that generation is not registered any more"
             )
@@ -162,23 +164,35 @@ class Responder:
 class Serving:
     """One read being served. Implements ``transports.seam.Serving``."""
 
-    def __init__(self, state: State, extents: Extents, flight: Flight, lease: Lease | None) -> None:
+    def __init__(
+        self, state: State, extents: Extents, flight: Flight, lease: Lease | None, request: ReadRequest
+    ) -> None:
         self.extents = extents
         self._state = state
         self._flight = flight
         self._lease = lease
+        self._request = request
 
     def check(self) -> Fault | None:
         """Whether the reader may still have these bytes."""
         error = self._flight.error
         if error is not None:
             return Fault(FaultKind.REFUSED, str(error), error.status_code)
-        if self._lease is not None:
-            with self._state.condition:
-                held = self._state.leases.get(self._lease.lease_id, self._lease.holder, time.monotonic())
-            if held is None:
-                return Fault(FaultKind.REFUSED, "the lease has ended", LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
-        return None
+        with self._state.condition:
+            why = self._lease_ended() if self._lease is not None else self._key_moved()
+        return Fault(FaultKind.REFUSED, why, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST) if why else None
+
+    def _lease_ended(self) -> str:
+        lease = self._lease
+        held = lease and self._state.leases.get(lease.lease_id, lease.holder, time.monotonic())
+        return "" if held else "the lease has ended"
+
+    def _key_moved(self) -> str:
+        """Without a lease the key may be taken over or removed meanwhile; an unregister waits for us instead."""
+        record = self._state.registry.get(self._request.cache_id)
+        if record is None or self._state.registry.is_current(record, self._request.generation):
+            return ""
+        return "its owner withdrew it while it was being read"
 
     def close(self) -> None:
         """It is over."""
@@ -193,8 +207,8 @@ def check_accessible(record: Record) -> None:
     """
     if not record.remote_accessible:
         raise ParamInvalidError(
-            f"cache {record.cache_id} was registered with remote_accessible=False (the default for placement HOST); "
-            "register it with remote_accessible=True"
+            f"cache {record.cache_id} was registered with remote_accessible=False (the default for placement HOST and "
+            "after link()); register it with remote_accessible=True, before link()"
         )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from llm_datadist._core.leases import Leases
@@ -25,7 +26,13 @@ from llm_datadist._wire.framing import Buffer
 from llm_datadist._wire.messages import Message
 from llm_datadist.caches import Cache
 from llm_datadist.devices.slab import Slab
-from llm_datadist.status import CacheNotExistError, EngineFinalizedError, LLMException, NotLinkedError
+from llm_datadist.status import (
+    CacheNotExistError,
+    EngineFinalizedError,
+    LinkBusyError,
+    LLMException,
+    NotLinkedError,
+)
 from llm_datadist.transports.seam import Channel, StreamChannel, TransportCaps
 
 _GRACE = 0.1  # of sync_kv_timeout: a call may take its time and a fifth
@@ -46,6 +53,7 @@ class Peer:
     offers: dict[int, object] = field(default_factory=dict)
     closing: bool = False  # an unlink is being agreed: no new transfers of ours
     unlinked: bool = False  # the peer was told that it may drop the link
+    by_clusters: bool = False  # a caller of link_clusters here wants this link
     bytes_in: int = 0
     bytes_out: int = 0
 
@@ -75,6 +83,10 @@ def describe(link: Link) -> str:
     return f"cluster {link.cluster_id} at {link.address}"
 
 
+def _no_sibling(instance: bytes) -> State | None:
+    return None
+
+
 class State:
     """Shared by the parts of one engine life."""
 
@@ -85,15 +97,22 @@ class State:
         self.caps = caps
         self.condition = threading.Condition(threading.Lock())
         self.slab = Slab()
-        self.registry = Registry()
+        self.registry = Registry(self.new_word, self.clear_word)
         self.leases = Leases(self.new_word, self.clear_word)
         self.flights = Flights(self.condition)
         self.workers = Workers("llm-datadist-worker")
         self.pools = Pools(options.pools)
         self.links: LinkService
+        self.find_sibling: Callable[[bytes], State | None] = (
+            _no_sibling  # by instance: an engine of this process
+        )
         self.by_token: dict[bytes, Link] = {}  # links that are up, the hidden end of a self link included
         self.life = object()  # handles of an earlier life are refused
         self.closed: LLMException | None = None
+        self.draining = False  # for good: nothing new begins any more
+        self.comm_holds: Counter[int] = Counter()  # comms that want the link to a cluster
+        self.comms_alive = 0
+        self.on_link_change: Callable[[int], None] = lambda cluster_id: None  # control thread; must not block
 
     @property
     def timeout_s(self) -> float:
@@ -114,10 +133,23 @@ class State:
         """Readers that compare it from now on see that it has changed."""
         self.slab.release(word.address)
 
+    def run_callbacks(self, job: Callable[[], None]) -> None:
+        """Runs code of the user's here, or on a worker when here is the control thread, which it would hold up."""
+        if not self.links.on_control_thread() or not self.workers.submit(job, job):
+            job()
+
     def check_open(self) -> None:
         """Raises when the engine was finalized."""
         if self.closed is not None:
             raise EngineFinalizedError(str(self.closed))
+
+    def check_admitting(self) -> None:
+        """Raises when new transfers are refused, to our callers and to peers."""
+        if self.draining:
+            raise LinkBusyError(
+                f"cluster {self.cluster_id} is draining: it begins no new transfers; use another one, or finalize and "
+                "init it again"
+            )
 
     def record_of(self, cache: Cache) -> Record:
         """The registered cache behind a handle. The caller holds the lock.

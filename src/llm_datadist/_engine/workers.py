@@ -30,19 +30,19 @@ class Workers:
         self._idle = 0
         self._closed = False
 
-    def submit(self, key: object, job: Callable[[], None]) -> None:
-        """Runs ``job`` on a thread of the pool; after ``close``, drops it."""
+    def submit(self, key: object, job: Callable[[], None]) -> bool:
+        """Runs ``job`` on a thread of the pool; False after ``close``: it is dropped."""
         with self._condition:
             if self._closed:
-                return
+                return False
             if self._running.get(key, 0) >= self._per_key:
                 self._waiting.setdefault(key, deque()).append(job)
-                return
+                return True
             self._running[key] = self._running.get(key, 0) + 1
             self._ready.append((key, job))
             if self._idle >= len(self._ready):
                 self._condition.notify()
-                return
+                return True
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._threads.add(thread)
         try:
@@ -51,6 +51,7 @@ class Workers:
             _LOG.error("no thread could be started for a background job; it waits for a free one")
             with self._condition:
                 self._threads.discard(thread)
+        return True
 
     def close(self, timeout_s: float) -> None:
         """Drops what has not begun and waits for what runs, at most so long in all."""

@@ -149,7 +149,10 @@ class Dials:
         dial = self._dials.get(ticket)
         if dial is not None:
             dial.failure, dial.conn = reason, None
-        self._apply(self._table.connect_failed(ticket, reason))
+        if dial is not None and dial.quiet:  # one attempt: its caller has other addresses to try
+            self._apply(self._table.refused(ticket, LLMStatusCode.LLM_LINK_FAILED, reason, ""))
+        else:
+            self._apply(self._table.connect_failed(ticket, reason))
 
     def _abandon(self, dial: Dial) -> None:
         if dial.retry is not None:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 LATE_S = 0.25  # a turn that comes later than this was held up: by a stop, by the GIL, by the machine
 ERROR_PAUSE_S = 0.05  # between turns when the selector itself fails, so that a fault is not a spin
@@ -229,7 +230,8 @@ class ControlLoop:
         try:
             fn()
         except Exception:
-            _log.exception("a callback on the control thread failed; the thread goes on")
+            with suppress(Exception):  # a logging handler of the user's may raise too
+                _log.exception("a callback on the control thread failed; the thread goes on")
 
     def _close(self) -> None:
         with self._lock:

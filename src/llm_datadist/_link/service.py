@@ -209,6 +209,10 @@ class LinkService:
         """Why the last dial of that cluster failed; None after a success."""
         return self._driver.dials.errors.get(cluster_id)
 
+    def note_error(self, cluster_id: int, text: str) -> None:
+        """Why that cluster, which was to dial us, is not linked; control thread only."""
+        self._driver.dials.errors[cluster_id] = text
+
     def ping(self, link: Link, deadline: float) -> None:
         """Returns when the peer has answered.
 
@@ -224,9 +228,17 @@ class LinkService:
 
     # ---- the control thread for others ---------------------------------------------------------------
 
+    def on_control_thread(self) -> bool:
+        """Whether the caller is the control thread, which must not wait for anything."""
+        return self._loop.on_thread()
+
     def call_soon(self, fn: Callable[[], None]) -> None:
         """Runs ``fn`` on the control thread; not any more after ``stop``."""
         self._loop.call_soon(fn)
+
+    def run(self, fn: Callable[[], object]) -> bool:
+        """Runs ``fn`` on the control thread and waits for it; False when that thread has ended."""
+        return self._on_control(fn)
 
     def call_at(self, when: float, fn: Callable[[], None]) -> TimerHandle:
         """Runs ``fn`` on the control thread at an instant of ``time.monotonic()``."""

@@ -146,12 +146,16 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A key on the wire. ``kind``: "req", "prefix" (id, model_id), "cache" (id = cache id), "blocks" (model_id)."""
+    """A key on the wire. ``kind``: "req", "prefix" (id, model_id), "cache" (id = cache id), "blocks" (model_id).
+
+    ``word``: of a bound key in a table (see ``CacheEntry``); None in questions.
+    """
 
     kind: str
     id: int = 0
     model_id: int = 0
     batch_index: int = 0
+    word: Word | None = None
 
 
 class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,9 +214,13 @@ class Found(Message, frozen=True, kw_only=True):
 
 
 class Announce(Message, frozen=True, kw_only=True):
-    """Mode B: these caches are in my table. Attachment i: addresses of entry i (as in Grant)."""
+    """Mode B: these caches are in my table. Attachment i: addresses of entry i (as in Grant).
+
+    ``more_keys``: the keys come on top of those that the last announcement of the same cache had.
+    """
 
     entries: tuple[CacheEntry, ...]
+    more_keys: bool = False
 
 
 class Withdraw(Message, frozen=True, kw_only=True):

@@ -139,6 +139,10 @@ BAD = [
     *(("llm.MetricsPort", text) for text in ("65536", "-1", "x", "")),
     ("llm.AdvertiseIp", "1.2.3"),
     ("llm.AdvertiseIp", ""),
+    ("llm.AdvertiseIp", "0.0.0.0"),
+    ("llm.AdvertiseIp", "::"),
+    ("llm.AdvertiseIp", "[::1]"),
+    ("llm.AdvertiseIp", "10.0.0.1:26000"),
     ("llm.AuthTokenFile", ""),
     ("llm.TlsCertFile", ""),
     ("ge.exec.deviceId", "0;1"),
@@ -200,7 +204,6 @@ LATER = {
     "llm.VerifyTransfers": "xxh3",
     "llm.RetryPolicy": "retries=3,backoff_ms=10",
     "llm.MetricsPort": "0",
-    "llm.AdvertiseIp": "10.0.0.1",
     "llm.TransferBackend": "nixl",
 }
 
@@ -212,6 +215,12 @@ def test_an_option_of_a_later_version_is_not_silently_ignored(key: str, text: st
     assert caught.value.status_code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED
     assert str(caught.value).startswith(key)
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fe80::1%eth0", "node-7.example", "127.0.0.1"])
+def test_an_address_to_advertise(host: str) -> None:
+    assert parsed(AdvertiseIp=host).advertise_ip == host
+    assert parsed().advertise_ip is None
 
 
 def test_switched_off_later_options_are_fine() -> None:

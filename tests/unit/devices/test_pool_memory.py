@@ -50,6 +50,7 @@ def test_it_is_aligned_zero_readable_from_outside_and_leaves_nothing(nbytes: int
     assert not any("llm-datadist-pool" in _link(fd) for fd in os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_sees_zeros_and_keeps_nothing() -> None:
     memory = PoolMemory(MIB, 1 << 16)
     mine = bytes_at(memory.address, MIB)
@@ -84,7 +85,9 @@ def test_what_the_system_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 def machine(root: Path, cgroup: str = "", files: dict[str, str] | None = None) -> Path:
-    given = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    1000 kB\nSwapFree: 24 kB\nHugePages_Total:  0\n"}
+    given = {
+        "proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    1000 kB\nSwapFree: 24 kB\nHugePages_Total:  0\n"
+    }
     given |= {"proc/self/cgroup": cgroup} | (files or {})
     for name, text in given.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

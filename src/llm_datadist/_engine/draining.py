@@ -1,0 +1,140 @@
+"""Draining: no new transfers, those under way end, then the engine is idle and may be finalized.
+
+A peer that reads by address asks nobody for a pull of its own (mode B), and a layer-wise push shows nothing
+between two layers. So the announced table is withdrawn, and each peer is asked to say when its transfers with
+us that had begun by then are over (``Settle``).
+Threads: the work is done on a thread of its own, so that a signal handler can wait for it whatever lock the
+code that it has interrupted holds; transfers of the waiting thread itself do not count, for they cannot end.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+from llm_datadist._engine.catalog import Catalog, flush
+from llm_datadist._engine.flights import Flight
+from llm_datadist._engine.state import State, describe, tell
+from llm_datadist._link.link import Link, LinkLost, Pending
+from llm_datadist._wire.messages import Done, Settle
+from llm_datadist.status import LinkBusyError, LLMStatusCode, code_of
+
+_GRACE_S = 0.1  # after the time, for the work to say what is still in flight
+_LONGEST_WAIT_S = 3600.0  # of one look; what ends wakes us
+
+
+class Draining:
+    """Ends the transfers of one engine."""
+
+    def __init__(self, state: State, catalog: Catalog) -> None:
+        self._state = state
+        self._catalog = catalog
+
+    def drain(self, timeout_ms: int) -> None:
+        """Returns when nothing is in flight. From now on nothing begins, also when this has raised.
+
+        Raises:
+            LinkBusyError: Transfers are still in flight when the time is over; what and with whom.
+        """
+        deadline = time.monotonic() + timeout_ms / 1000
+        work = _Work(self._state, self._catalog, deadline, threading.get_ident())
+        threading.Thread(target=work.run, name="llm-datadist-drain", daemon=True).start()
+        if not work.ended.wait(max(0.0, deadline - time.monotonic()) + _GRACE_S) or work.left:
+            raise LinkBusyError(
+                f"not idle after {timeout_ms} ms: {work.left or 'transfers are in flight'}; "
+                "drain again to wait longer, or finalize to cut them off"
+            )
+
+    # ---- asked by a peer that drains --------------------------------------------------------------------
+
+    def settle_asked(self, link: Link, message: Settle) -> None:
+        """Answers when the transfers under way on this link have ended. Not for the control thread."""
+        state = self._state
+        deadline = time.monotonic() + max(0, message.time_left_ms) / 1000
+        with state.condition:
+            begun = set(state.flights.where(lambda f: f.uses(link) and not f.serving))
+            left = max(0.0, min(deadline - time.monotonic(), _LONGEST_WAIT_S))
+            ended = state.condition.wait_for(lambda: not state.flights.where(begun.__contains__), left)
+        code = LLMStatusCode.LLM_SUCCESS if ended else LLMStatusCode.LLM_LINK_BUSY
+        tell(link, Done(id=message.id, code=code, text="" if ended else "transfers are in flight"))
+
+
+class _Work:
+    """One drain, on its own thread."""
+
+    def __init__(self, state: State, catalog: Catalog, deadline: float, waiting_thread: int) -> None:
+        self._state = state
+        self._catalog = catalog
+        self._deadline = deadline
+        self._waiting_thread = waiting_thread
+        self.ended = threading.Event()
+        self.left = ""  # what is still in flight, for a text
+
+    def run(self) -> None:
+        """Until it is idle, or its time is over."""
+        try:
+            self._close_doors()
+            self.left = self._settle_peers() or self._wait_idle()
+        except Exception as exc:
+            self.left = f"{type(exc).__name__}: {exc}"
+        finally:
+            self.ended.set()
+
+    def _close_doors(self) -> None:
+        state = self._state
+        with state.condition:
+            state.draining = True
+            told = self._catalog.withdraw_all()
+        flush(told)
+
+    def _settle_peers(self) -> str:
+        asked: list[tuple[Link, Pending]] = []
+        for link in self._state.links.links():
+            left_ms = max(1, int((self._deadline - time.monotonic()) * 1000))
+            try:
+                asked.append((link, link.call(Settle(id=link.next_id(), time_left_ms=left_ms))))
+            except LinkLost:
+                continue
+        busy = [describe(link) for link, pending in asked if not self._has_settled(pending)]
+        return "transfers of " + ", ".join(busy) if busy else ""
+
+    def _has_settled(self, pending: Pending) -> bool:
+        try:
+            answer = pending.wait(self._deadline).message
+        except LinkLost:
+            return True
+        except TimeoutError:
+            pending.discard()
+            return False
+        return isinstance(answer, Done) and code_of(answer.code) == LLMStatusCode.LLM_SUCCESS
+
+    def _wait_idle(self) -> str:
+        state = self._state
+        with state.condition:
+            while state.closed is None:
+                now = time.monotonic()
+                left, ends = self._look(now)
+                if not left or now >= self._deadline:
+                    return left
+                state.condition.wait(max(0.0, min([self._deadline, now + _LONGEST_WAIT_S, *ends]) - now))
+        return ""  # finalized: everything was cut off
+
+    def _look(self, now: float) -> tuple[str, list[float]]:
+        """What is in flight, and when leases end by themselves. The caller holds the lock."""
+        state = self._state
+        state.leases.expire(now)
+        flights = state.flights.where(lambda f: True)
+        mine = [f for f in flights if f.thread == self._waiting_thread]
+        leases = [x for x in state.leases.all() if not _is_of(mine, x.holder, x.expires_at)]
+        parts = []
+        if len(flights) > len(mine):
+            parts.append(f"{len(flights) - len(mine)} transfers")
+        if leases:
+            parts.append(f"{len(leases)} reads by peers")
+        return " and ".join(parts), [x.expires_at for x in leases]
+
+
+def _is_of(flights: list[Flight], holder: bytes, expires_at: float) -> bool:
+    """Whether a lease belongs to a push among these: one that ends only when its push does."""
+    return expires_at == math.inf and any(f.link.token == holder for f in flights if f.has_link)

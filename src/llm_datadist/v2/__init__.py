@@ -1,0 +1,1 @@
+"""Older import paths of the same names; new code imports from ``llm_datadist``."""

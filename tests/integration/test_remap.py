@@ -1,0 +1,176 @@
+"""§6 remap_registered_memory: memory mapped anew is read anew, and a reader of the old one notices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import llm_datadist as dd
+from llm_datadist import LLMException, LLMStatusCode, MemInfo, Memtype
+from llm_datadist._core.registry import KeyName
+from llm_datadist._engine.state import peer_of
+from tests.support import actors, allocated
+from tests.support.memory import PAGE, Mapping
+from tests.support.pair import P_ID, SEED, Pair, Shape, by_id, of_model
+from tests.support.world import World, wait_until
+
+GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+INVALID = LLMStatusCode.LLM_PARAM_INVALID
+DEVICE = Memtype.MEM_TYPE_DEVICE
+
+
+def _map_anew(w: World, name: str, seed: int) -> None:
+    """The same addresses, other pages."""
+    held = w.held[name]
+    address, nbytes = held.mapping.address, held.mapping.nbytes
+    held.mapping.close()
+    held.mapping = Mapping(nbytes, address)
+    held.fill(seed)
+
+
+def _remap(w: World, name: str) -> None:
+    held = w.held[name]
+    w.dist.cache_manager.remap_registered_memory(MemInfo(DEVICE, held.addresses[0], held.tensor_nbytes))
+
+
+def _word(w: World, cache_id: int) -> int:
+    return int(w.dist._engine._state.registry.get(cache_id).word.value)
+
+
+def _words_become(w: World, count: int) -> bool:
+    """Whether so many words hold in the end: one of each cache, none of leases."""
+    return wait_until(lambda: len(w.dist._engine._state.slab._used) == count)
+
+
+def _hears_of(w: World, cache_id: int, word: int) -> bool:
+    """Whether our copy of P's table gets that generation without a pull."""
+    table = peer_of(w.dist._engine._state.links.get(P_ID)).table
+    name = KeyName("cache", cache_id, 0)
+    return wait_until(lambda: table.find(name)[0].word.value == word)  # type: ignore[index]
+
+
+def test_peers_read_the_new_memory_under_the_same_id_and_key(pair: Pair) -> None:
+    pair.up()
+    cache_id = pair.source()
+    other = pair.source("other", seed=SEED + 1, model_id=1)
+    pair.destination()
+    pair.pull_blocks([1], [0]).ok()
+    words = {pair.p.call(_word, 1)}
+    for seed in (21, 22):
+        pair.p.call(_map_anew, "src", seed)
+        pair.p.call(_remap, "src")
+        words.add(pair.p.call(_word, 1))
+        if pair.combo.mode == "B":
+            assert pair.d.call(_hears_of, 1, pair.p.call(_word, 1)), "the peer was not told"
+        pair.sources["src"] = (Shape(), seed)
+        pair.d.call(actors.refill, "dst", None)
+        pair.pull_blocks([3], [2]).ok()
+        pair.blocks_right([3], [2])
+    assert len(words) == 3 and pair.p.call(_words_become, 2), "an old word still holds"
+    assert [c[0] for c in pair.p.call(allocated.caches)] == [cache_id, other] == [1, 2]
+    assert pair.p.call(allocated.bound) == [("model", 0), ("model", 1)]
+    pair.pull_blocks([3], [2], of_model(1)).ok()
+    pair.blocks_right([3], [2], "other")
+
+
+def test_a_reader_of_the_old_generation_notices(pair: Pair) -> None:
+    pair.up(timeout_ms=10_000)
+    cache_id = pair.slots()
+    pair.slot_destination()
+    pair.d.call(allocated.close_gate)
+    reading = pair.d.start(actors.pull_cache, by_id(cache_id, 1), "dst", 0)
+    assert pair.d.call(allocated.gate_reached)
+    pair.p.call(_map_anew, "src", 21)
+    pair.p.call(_remap, "src")
+    assert pair.p.call(allocated.caches)[0][5] == 0
+    pair.d.call(allocated.open_gate)
+    if pair.combo.mode == "A":
+        reading.outcome().expect(GONE)
+        pair.unchanged()
+    else:  # it had not begun, and has asked the owner again
+        reading.result()
+        pair.sources["src"] = (Shape(), 21)
+        pair.right([(1024, 0, 1024)])
+
+
+def test_an_allocated_cache_keeps_its_keys_and_pages(pair_a: Pair) -> None:
+    pair_a.up(MemPoolConfig=allocated.pool(1 << 20))
+    pair_a.sources["src"] = (Shape(), SEED)
+    pair_a.p.call(allocated.slots, "src", keys=[(5, 0)], seed=SEED)
+    pair_a.slot_destination()
+    pair_a.p.call(_remap, "src")
+    pair_a.p.call(allocated.deallocate, "src")
+    pair_a.pull_cache(dd.CacheKey(1, 5), 0).ok()
+    pair_a.right([(0, 0, 1024)])
+    assert pair_a.p.call(allocated.all_free)
+
+
+def test_what_is_refused_changes_nothing(pair: Pair) -> None:
+    pair.up()
+    pair.p.call(_register_two)
+    assert pair.p.call(_refusals) == ""
+    pair.destination(shape=Shape(tensors=1, dim0=4, stride=PAGE))
+    pair.pull_blocks([0], [0], of_model(0)).ok()
+
+
+def _register_two(w: World) -> None:
+    """A cache of four pages, the last of which goes away afterwards."""
+    mapping = w.extras["mapping"] = Mapping(8 * PAGE)
+    desc = allocated.desc_of(1, 4, PAGE)
+    w.extras["cache"] = w.dist.cache_manager.register_blocks_cache(
+        desc, [mapping.address + 4 * PAGE], dd.BlocksCacheKey(0, 0)
+    )
+    tail = copy.copy(mapping)
+    tail.address, tail.nbytes = mapping.address + 7 * PAGE, PAGE
+    tail.close()
+    mapping.nbytes = 7 * PAGE
+
+
+def _refusals(w: World) -> str:
+    address = w.extras["mapping"].address
+    word = w.dist._engine._state.registry.get(1).word
+    for infos, parts in _bad_ranges(address):
+        text = _refusal(lambda infos=infos: w.dist.cache_manager.remap_registered_memory(infos))  # type: ignore[misc]
+        missing = [p for p in parts if p not in text]
+        if missing or w.dist._engine._state.registry.get(1).word != word:
+            return f"{infos}: {text!r} misses {missing}, or the generation has changed"
+    return ""
+
+
+def _bad_ranges(address: int) -> list[tuple[Any, list[str]]]:
+    good = MemInfo(DEVICE, address, PAGE)
+    return [
+        (MemInfo(Memtype.MEM_TYPE_HOST, address, PAGE), ["mem_infos[0]", "MEM_TYPE_HOST", "device"]),
+        ([good, MemInfo(DEVICE, 0, PAGE)], ["mem_infos[1]", "addr 0x0"]),
+        ([good, MemInfo(DEVICE, address, 0)], ["mem_infos[1]", "size 0"]),
+        ([good, MemInfo(DEVICE, address, -1)], ["size -1"]),
+        (MemInfo(DEVICE, address, 8 * PAGE), ["mem_infos[0]", str(8 * PAGE), f"{address:#x}", "mapped"]),
+        (MemInfo(DEVICE, 2**64 - PAGE, 2 * PAGE), ["mapped"]),
+        (
+            (MemInfo(DEVICE, address + 5 * PAGE, 1),),
+            ["cache 1: tensor[0]", f"{address + 4 * PAGE:#x}", "mapped"],
+        ),
+    ]
+
+
+def _refusal(call: Callable[[], None]) -> str:
+    try:
+        call()
+    except LLMException as exc:
+        assert exc.status_code == INVALID, repr(exc)
+        return str(exc)
+    return "not refused"
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE])
+def test_memory_of_no_cache_is_only_checked(pair_a: Pair, nbytes: int) -> None:
+    pair_a.up()
+    pair_a.p.call(_remap_foreign, nbytes)
+
+
+def _remap_foreign(w: World, nbytes: int) -> None:
+    mapping = w.extras["mapping"] = Mapping(PAGE)
+    w.dist.cache_manager.remap_registered_memory([MemInfo(DEVICE, mapping.address, nbytes)])

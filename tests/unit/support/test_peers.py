@@ -1,0 +1,141 @@
+"""The harness itself: what the integration tests rely on."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from llm_datadist.status import CacheNotExistError, LLMStatusCode
+from tests.support import actors, leaks
+from tests.support.memory import FILL, Mapping, pattern
+from tests.support.peers import PeerDied
+from tests.support.pool import Spawner
+from tests.support.world import World
+
+
+def _fail(w: World) -> None:
+    try:
+        os.stat("/nowhere")
+    except OSError as exc:
+        raise CacheNotExistError("no cache 5", stale_blocks=[1, 2]) from exc
+
+
+def _remember(w: World, value: int) -> int:
+    w.extras["sum"] = w.extras.get("sum", 0) + value
+    return int(w.extras["sum"])
+
+
+def _block(w: World) -> None:
+    threading.Event().wait(30)
+
+
+def _leak(w: World) -> None:
+    w.extras["fd"] = os.open("/dev/null", os.O_RDONLY)
+
+
+def test_state_stays_between_calls(spawn: Spawner) -> None:
+    peer = spawn()
+    assert [peer.call(_remember, n) for n in (1, 2, 3)] == [1, 3, 6]
+
+
+def test_an_exception_travels_with_class_code_text_and_cause(spawn: Spawner) -> None:
+    outcome = spawn().attempt(_fail)
+    outcome.expect(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "no cache 5").raised(CacheNotExistError)
+    assert isinstance(outcome.error, CacheNotExistError)
+    assert outcome.error.stale_blocks == (1, 2)
+    assert isinstance(outcome.error.__cause__, FileNotFoundError)
+
+
+def test_calls_run_side_by_side_and_a_kill_ends_them(spawn: Spawner) -> None:
+    peer = spawn()
+    blocked = peer.start(_block)
+    assert peer.call(_remember, 1) == 1
+    peer.kill()
+    with pytest.raises(PeerDied):
+        blocked.result(5)
+
+
+def test_a_stopped_peer_answers_only_after_cont(spawn: Spawner) -> None:
+    peer = spawn()
+    peer.call(_remember, 0)
+    peer.stop()
+    running = peer.start(_remember, 4)
+    with pytest.raises(TimeoutError):
+        running.outcome(0.2)
+    peer.cont()
+    assert running.result(5) == 4
+
+
+def test_a_leak_in_a_peer_is_found() -> None:
+    spawner = Spawner()
+    spawner().call(_leak)
+    (text,) = spawner.close()
+    assert "/dev/null" in text
+
+
+def test_a_leak_here_is_found() -> None:
+    before = leaks.take()
+    fd = os.open("/dev/null", os.O_RDONLY)
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="forgotten")
+    thread.start()
+    text = leaks.differences(before, 0.1)
+    stop.set()
+    thread.join()
+    os.close(fd)
+    assert "1 fds" in text
+    assert "forgotten" in text
+
+
+def test_compare_sees_a_wrong_byte_inside_and_outside(spawn: Spawner) -> None:
+    peer = spawn()
+    peer.call(actors.make, "dst", tensors=2, dim0=4, stride=16)
+    assert peer.call(actors.unchanged, "dst") == ""
+    peer.call(_copy_block, 0, 3)
+    right = {"seed": 5, "src_tensor_nbytes": 64, "tensors": [(1, 0)]}
+    assert peer.call(actors.compare, "dst", pieces=[([0], [48], 16)], **right) == ""
+    assert "tensor 1 offset 48" in peer.call(actors.compare, "dst", pieces=[], **right)
+    assert "tensor 1" in peer.call(actors.unchanged, "dst")
+
+
+def _copy_block(w: World, src: int, dst: int) -> None:
+    w.held["dst"].tensor(1)[dst * 16 : dst * 16 + 16] = pattern(5, 0, 64)[src * 16 : src * 16 + 16]
+
+
+def test_patterns_differ_by_cache_tensor_and_offset() -> None:
+    blocks = [pattern(seed, tensor, 8192).reshape(-1, 1024) for seed in (1, 2) for tensor in (0, 1)]
+    assert len({row.tobytes() for block in blocks for row in block}) == 32
+
+
+def test_a_mapping_can_come_back_at_the_same_address() -> None:
+    address = 0x5100_0000_0000
+    Mapping(4096, address).close()
+    again = Mapping(8192, address)
+    again.view(0, 8192)[:] = FILL
+    assert again.address == address
+    again.close()
+
+
+def test_a_warm_peer_is_used_again(spawn: Spawner) -> None:
+    began = time.monotonic()
+    pid = spawn().pid
+    other = Spawner()
+    mine = other()
+    assert mine.pid != pid
+    other.close()
+    assert spawn().pid == mine.pid
+    assert time.monotonic() - began < 10
+
+
+class _Unreadable:
+    def __reduce__(self) -> tuple[object, ...]:
+        return (int, ("not a number",))
+
+
+def test_a_request_that_cannot_be_read_ends_the_peer(spawn: Spawner) -> None:
+    running = spawn().start(_remember, _Unreadable())
+    with pytest.raises(PeerDied):
+        running.result(5)
