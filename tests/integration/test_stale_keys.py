@@ -26,6 +26,7 @@ from llm_datadist import (
 from llm_datadist._engine.handler import Handler
 
 DESC = CacheDesc(1, [4, 64], DataType.DT_UINT8)
+HALF = CacheDesc(1, [8, 32], DataType.DT_UINT8)  # the same memory in blocks of another size
 
 
 class Two:
@@ -42,7 +43,9 @@ class Two:
         self.reader.link_clusters([peer], 3000)
         self.memory = np.full((4, 64), 0xA5, np.uint8)
         self.held: list[np.ndarray[Any, Any]] = []
-        self.cache = self.reader.cache_manager.register_blocks_cache(DESC, [self.memory.ctypes.data])
+        manager = self.reader.cache_manager
+        self.cache = manager.register_blocks_cache(DESC, [self.memory.ctypes.data])
+        self.half = manager.register_blocks_cache(HALF, [self.memory.ctypes.data])
 
     def _engine(self, cluster_id: int, backend: str, listen: str | None = None) -> LLMDataDist:
         engine = LLMDataDist(LLMRole.MIX, cluster_id)
@@ -55,11 +58,11 @@ class Two:
         engine.init(options | ({"llm.listenIpInfo": listen} if listen else {}))
         return engine
 
-    def blocks(self, value: int) -> Cache:
+    def blocks(self, value: int, desc: CacheDesc = DESC) -> Cache:
         """A blocks cache of the owner under BlocksCacheKey(1, 0), every byte ``value``."""
         self.held.append(np.full((4, 64), value, np.uint8))
         manager = self.owner.cache_manager
-        return manager.register_blocks_cache(DESC, [self.held[-1].ctypes.data], BlocksCacheKey(1, 0))
+        return manager.register_blocks_cache(desc, [self.held[-1].ctypes.data], BlocksCacheKey(1, 0))
 
     def slots(self, value: int) -> Cache:
         """A cache of the owner whose slots 0 and 1 have the request ids 10 and 11."""
@@ -111,3 +114,29 @@ def test_a_key_removed_is_not_read_any_more_and_its_neighbour_is(
         two.pull(CacheKey(1, 10))
     assert (two.memory == 0xA5).all()
     assert two.pull(CacheKey(1, 11)) == {1}
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["same size", "another size"])
+def test_a_key_registered_again_is_read_in_its_new_block_size(
+    two: Two, monkeypatch: pytest.MonkeyPatch, half: bool
+) -> None:
+    old = two.blocks(1)
+    hold_back(two, monkeypatch)
+    two.owner.cache_manager.unregister_cache(old.cache_id)
+    two.blocks(2, HALF if half else DESC)
+    into = two.half if half else two.cache
+    two.reader.cache_manager.pull_blocks(BlocksCacheKey(1, 0), into, [1, 2], [2, 1])
+    rows = two.memory.reshape(into.cache_desc.shape)
+    assert (rows[1:3] == 2).all() and (rows[0] == 0xA5).all() and (rows[3:] == 0xA5).all()
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["size it had", "another size"])
+def test_a_key_that_is_gone_does_not_exist_whatever_the_destination(
+    two: Two, monkeypatch: pytest.MonkeyPatch, half: bool
+) -> None:
+    old = two.blocks(1)
+    hold_back(two, monkeypatch)
+    two.owner.cache_manager.unregister_cache(old.cache_id)
+    with pytest.raises(CacheNotExistError):
+        two.reader.cache_manager.pull_blocks(BlocksCacheKey(1, 0), two.half if half else two.cache, [1], [1])
+    assert (two.memory == 0xA5).all()

@@ -135,14 +135,16 @@ def test_t3_the_owner_dies_in_the_middle_on_one_host(
     pair.destination(shape=shape)
     pair.destination("small")
     for _ in range(rounds):
-        _kill_during_a_pull(pair, spawn, 0.03, shape)
+        _kill_during_a_pull(pair, spawn, 0.0, shape)
 
 
 def _kill_during_a_pull(pair: Pair, fresh: Any, after: float, shape: Shape) -> None:
     """One round of T3, with a new P at the end."""
     pair.p.call(actors.blocks_cache, "src", model_id=0, **shape.memory())
     blocks = list(range(shape.dim0))
+    pair.d.call(_mark_first_byte, "dst")
     running = pair.d.start(_pull_and_say_when, blocks)
+    assert pair.d.call(_first_byte_arrived, "dst")
     side = pair.d.start(actors.pull_blocks, of_model(0, 9), "small", [1], [2])
     actors.pause(after)
     killed_at = time.monotonic()
@@ -166,6 +168,19 @@ def _kill_during_a_pull(pair: Pair, fresh: Any, after: float, shape: Shape) -> N
     pair.pull_blocks([3], [4], of_model(7), "small").ok()
     pair.blocks_right([3], [4], source="new", name="small")
     pair.d.call(actors.refill, "small", None)
+
+
+UNTOUCHED = 0x5A  # in neither the source nor the rest of the destination, which are 0xA5
+
+
+def _mark_first_byte(w: World, name: str) -> None:
+    w.held[name].whole()[w.held[name].starts[0]] = UNTOUCHED
+
+
+def _first_byte_arrived(w: World, name: str) -> bool:
+    first = w.held[name].starts[0]
+    memory = w.held[name].whole()
+    return actors.wait_until(lambda: memory[first] != UNTOUCHED)
 
 
 def _pull_and_say_when(w: World, blocks: list[int]) -> tuple[LLMStatusCode, float]:
