@@ -59,10 +59,10 @@ def pull_blocks_request(
 
 
 def push_cache_request(
-    engine: Engine, key: Any, cache: Any, src_batch_index: Any, size: Any, layers: Layers, notify: Any
+    key: Any, cache: Any, src_batch_index: Any, size: Any, layers: Layers, notify: Any
 ) -> PushCache:
     """What ``push_cache`` asks for."""
-    request = PushCache(
+    return PushCache(
         key=check_isinstance("dst_cache_key", key, CacheKeyByIdAndIndex),
         cache=check_isinstance("src_cache", cache, Cache),
         src_batch_index=check_uint32("src_batch_index", src_batch_index),
@@ -70,15 +70,13 @@ def push_cache_request(
         layers=layers,
         notice=_notice(notify),
     )
-    _check_accessible(engine, "push_cache")
-    return request
 
 
 def push_blocks_request(
-    engine: Engine, key: Any, cache: Any, src_blocks: Any, dst_blocks: Any, layers: Layers, notify: Any
+    key: Any, cache: Any, src_blocks: Any, dst_blocks: Any, layers: Layers, notify: Any
 ) -> PushBlocks:
     """What ``push_blocks`` asks for."""
-    request = PushBlocks(
+    return PushBlocks(
         key=check_isinstance("dst_cache_key", key, BlocksCacheKey),
         cache=check_isinstance("src_cache", cache, Cache),
         src_blocks=as_indices("src_blocks", src_blocks),
@@ -86,8 +84,6 @@ def push_blocks_request(
         layers=layers,
         notice=_notice(notify),
     )
-    _check_accessible(engine, "push_blocks")
-    return request
 
 
 def push_layers_request(
@@ -130,14 +126,6 @@ def _notice(notify: Any) -> Notice | None:
     if len(notify) != 2:
         raise TypeError(f"notify must be (name, message), not {len(notify)} entries ({notify!r:.200})")
     return checked_notice("notify[0]", notify[0], "notify[1]", notify[1])
-
-
-def _check_accessible(engine: Engine, method: str) -> None:
-    if not engine.accessible:
-        raise ParamInvalidError(
-            f"{method} needs LLMConfig.enable_remote_cache_accessible = True on both sides "
-            "(llm.EnableRemoteCacheAccessible '1'); it is '0'"
-        )
 
 
 def _copy(config: TransferConfig | TransferWithCacheKeyConfig) -> Any:

@@ -134,9 +134,7 @@ class Transfers:
         engine = self._live()
         layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
         engine.push(
-            requests.push_cache_request(
-                engine, dst_cache_key, src_cache, src_batch_index, size, layers, notify
-            )
+            requests.push_cache_request(dst_cache_key, src_cache, src_batch_index, size, layers, notify)
         )
 
     def push_blocks(
@@ -171,9 +169,7 @@ class Transfers:
         engine = self._live()
         layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
         engine.push(
-            requests.push_blocks_request(
-                engine, dst_cache_key, src_cache, src_blocks, dst_blocks, layers, notify
-            )
+            requests.push_blocks_request(dst_cache_key, src_cache, src_blocks, dst_blocks, layers, notify)
         )
 
     # ---- in the background -------------------------------------------------------------------------
@@ -241,9 +237,7 @@ class Transfers:
         engine = self._live()
         layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
         return engine.push_async(
-            requests.push_cache_request(
-                engine, dst_cache_key, src_cache, src_batch_index, size, layers, notify
-            )
+            requests.push_cache_request(dst_cache_key, src_cache, src_batch_index, size, layers, notify)
         )
 
     def push_blocks_async(
@@ -262,9 +256,7 @@ class Transfers:
         engine = self._live()
         layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
         return engine.push_async(
-            requests.push_blocks_request(
-                engine, dst_cache_key, src_cache, src_blocks, dst_blocks, layers, notify
-            )
+            requests.push_blocks_request(dst_cache_key, src_cache, src_blocks, dst_blocks, layers, notify)
         )
 
     def transfer_cache_async(

@@ -70,14 +70,6 @@ def test_the_background_call_asks_for_the_same(method: str, make: Make) -> None:
     assert str(plain) == str(background)
 
 
-@pytest.mark.parametrize("method", ["push_cache_async", "push_blocks_async"])
-def test_pushes_are_mode_b_only(method: str, make: Make) -> None:
-    dist, engine = make()
-    with pytest.raises(ParamInvalidError, match=r"needs LLMConfig\.enable_remote_cache_accessible"):
-        getattr(dist.cache_manager, method)(**RIGHT[method.removesuffix("_async")][1])
-    assert engine.calls == [("start",)]
-
-
 @pytest.mark.parametrize("method", [name for name in METHODS if name.endswith("_async")])
 def test_e1_state_comes_before_arguments(method: str, make: Make) -> None:
     dist, _ = make()

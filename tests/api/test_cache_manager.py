@@ -18,7 +18,6 @@ from llm_datadist import (
     EngineFinalizedError,
     LayerSynchronizer,
     LLMDataDist,
-    LLMStatusCode,
     ParamInvalidError,
     TransferConfig,
     TransferWithCacheKeyConfig,
@@ -312,17 +311,6 @@ def test_push_blocks(make: Make) -> None:
         Layers(range(1), range(1, 2), 1),
     )
     assert (request.src_blocks.tolist(), request.dst_blocks.tolist()) == ([1], [2])
-
-
-@pytest.mark.parametrize("method", ["push_cache", "push_blocks"])
-def test_pushes_are_mode_b_only(method: str, make: Make) -> None:
-    manager, engine = manager_of(make)
-    with pytest.raises(
-        ParamInvalidError, match=f"{method} needs LLMConfig.enable_remote_cache_accessible"
-    ) as caught:
-        getattr(manager, method)(**RIGHT[method][1])
-    assert caught.value.status_code == LLMStatusCode.LLM_PARAM_INVALID
-    assert engine.calls == [("start",)]
 
 
 def test_transfer_hands_over_copies(make: Make) -> None:

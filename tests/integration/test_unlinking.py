@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
-from llm_datadist._engine import initiator
+from llm_datadist._engine import executor, initiator
 from llm_datadist._engine.linking import Linking
 from llm_datadist._link.service import LinkService
 from tests.support.engines import Engines, Layers, unlink
@@ -61,6 +61,7 @@ def test_a_task_between_two_layers_at_the_other_side_keeps_the_link(two: Two, ti
     assert layers.reached.wait(10)
     assert unlink(two.owner, 2, timeout) == LLMStatusCode.LLM_LINK_BUSY
     assert [len(engine.links()) for engine in (two.owner, two.other)] == [1, 1]
+    two.owner.check_link_status(2)
     layers.go_on.set()
     assert task.synchronize(5000) == SUCCESS
     assert (into[:, 3] == 7).all() and (into[:, :3] == 0xA5).all()
@@ -114,23 +115,25 @@ def test_a_pull_under_an_unlink_with_force_knows_that_the_link_went(
     """Here the reader's control thread learns of the end only when somebody asks it; the lease is gone before."""
     two = two_a
     two.pull()
+    assert two.other._engine is not None
+    service = two.other._engine._state.links
     held, asked = threading.Event(), threading.Event()
-    move, ping = initiator.move, LinkService.ping
+    move, ping = executor.move, LinkService.ping
 
     def hold() -> None:
         held.set()
         asked.wait(10)
 
     def move_too_late(*args: Any) -> None:
-        two.reader_service.call_at(0.0, hold)
+        service.call_at(0.0, hold)
         assert held.wait(10)
         assert unlink(two.owner, 2, force=True) == SUCCESS
         assert wait_until(lambda: [c.leases for c in two.owner.cache_manager.caches()] == [0])
         move(*args)
 
-    def ask(service: LinkService, *args: Any) -> Any:
+    def ask(self: LinkService, *args: Any) -> Any:
         asked.set()
-        return ping(service, *args)
+        return ping(self, *args)
 
     monkeypatch.setattr(initiator, "move", move_too_late)
     monkeypatch.setattr(LinkService, "ping", ask)
@@ -140,4 +143,4 @@ def test_a_pull_under_an_unlink_with_force_knows_that_the_link_went(
     finally:
         asked.set()
     assert caught.value.status_code in DOWN
-    assert two.other.links() == []
+    assert wait_until(lambda: two.other.links() == [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from types import TracebackType
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ from llm_datadist import (
 from tests.support import actors
 from tests.support.memory import FILL
 
+E = TypeVar("E", bound="Engines")
+
 
 class Engines:
     """Makes engines of one mode and transport; finalizes them at the end, the last one first."""
@@ -35,7 +38,7 @@ class Engines:
         self._stack = contextlib.ExitStack()
         self._held: list[NDArray[np.uint8]] = []
 
-    def __enter__(self) -> Engines:
+    def __enter__(self: E) -> E:
         return self
 
     def __exit__(
@@ -78,7 +81,7 @@ class Engines:
         """A layer-wise task of all layers ``to`` (cluster, model, memory there), said for either mode."""
         cluster_id, model_id, memory = to
         layers = range(len(memory) // 2)
-        config: TransferConfig | TransferWithCacheKeyConfig
+        config: Any
         if self.mode == "A":
             config = TransferConfig(cluster_id, [t.ctypes.data for t in memory], layers)
         else:

@@ -165,7 +165,7 @@ def plan_slot_push(
     src_tensors, dst_tensors = match_tensors(layers, src.num_tensors, dst.num_tensors)
     if src.stride_nbytes > dst.stride_nbytes:
         raise ParamInvalidError(
-            f"the source slot has {src.stride_nbytes} bytes, the destination slot {dst.stride_nbytes}; as many needed"
+            f"the source slot has {src.stride_nbytes} bytes, the destination slot only {dst.stride_nbytes}"
         )
     nbytes = src.stride_nbytes
     return (

@@ -121,6 +121,9 @@ class Registry:
     _records: dict[int, Record] = field(default_factory=dict)
     _bound: dict[KeyName, tuple[int, int]] = field(default_factory=dict)
     _words: dict[KeyName, GenerationWord] = field(default_factory=dict)
+    _finds: dict[int, int] = field(
+        default_factory=dict
+    )  # value of a key's word -> the cache that the key finds
     _pulled: dict[KeyName, NDArray[np.bool_]] = field(default_factory=dict)
     _next_id: int = 1
 
@@ -179,7 +182,7 @@ class Registry:
                 displaced = self._records[self._bound[name][0]]
                 self._forget(name)
             self._bound[name] = (cache_id, batch)
-            self._words[name] = self.new_word()
+            self._set_word(name, cache_id)
         self._records[cache_id] = record
         return record, displaced
 
@@ -187,8 +190,8 @@ class Registry:
         """Enters a record in the place of the one with its id; keys find the new one, readers of the old notice."""
         self._records[record.cache_id] = record
         for name, _ in self.names_of(record):
-            self.clear_word(self._words[name])
-            self._words[name] = self.new_word()
+            self._drop_word(name)
+            self._set_word(name, record.cache_id)
 
     def remove(self, cache_id: int) -> Record | None:
         """Takes a cache out, with the keys that still find it."""
@@ -208,8 +211,17 @@ class Registry:
 
     def _forget(self, name: KeyName) -> None:
         del self._bound[name]
-        self.clear_word(self._words.pop(name))
+        self._drop_word(name)
         self._pulled.pop(name, None)
+
+    def _set_word(self, name: KeyName, cache_id: int) -> None:
+        word = self._words[name] = self.new_word()
+        self._finds[word.value] = cache_id
+
+    def _drop_word(self, name: KeyName) -> None:
+        word = self._words.pop(name)
+        self._finds.pop(word.value, None)
+        self.clear_word(word)
 
     def note_pulled(self, name: KeyName, first_tensor: int, tensor_stop: int) -> bool:
         """A peer has tensors [first, stop) of the slot that a key finds; whether all have been pulled by now."""
@@ -254,9 +266,7 @@ class Registry:
 
     def is_current(self, record: Record, generation: int) -> bool:
         """Whether that is the value of the cache's word, or of one of the keys that find it."""
-        return generation == record.word.value or any(
-            generation == self._words[name].value for name, _ in self.names_of(record)
-        )
+        return generation == record.word.value or self._finds.get(generation) == record.cache_id
 
     def owners_of(self, bases: U64, offsets: U64, lengths: U64) -> list[Record]:
         """The remote-accessible caches that hold the ranges base + offset, length, for each of ``bases``.

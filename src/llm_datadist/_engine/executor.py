@@ -65,7 +65,7 @@ def move(
     if fault is None:
         if peer.one_sided:
             _check_words(peer, words, deadline, flight, begun=True)
-        peer.bytes_in += progress.nbytes
+        peer.count_in(progress.nbytes)
         return
     if fault.kind is FaultKind.REFUSED and fault.code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
         raise Stale(fault.text, begun=progress.nbytes > 0)

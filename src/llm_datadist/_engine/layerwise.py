@@ -228,7 +228,7 @@ class _Run:
             return context.lost(f"unexpected answer {type(answer).__name__}")
         if answer.code != LLMStatusCode.LLM_SUCCESS:
             return context.refused(answer.code, answer.text)
-        peer_of(context.link).bytes_out += max(0, answer.nbytes)
+        peer_of(context.link).count_out(answer.nbytes)
         return None
 
     def _start_timer(self) -> None:

@@ -76,7 +76,8 @@ class Pusher:
             record = state.record_of(request.cache)
         if not state.accessible:
             raise ParamInvalidError(
-                "push_cache and push_blocks need enable_remote_cache_accessible on both sides; set it, or pull"
+                "push_cache and push_blocks need LLMConfig.enable_remote_cache_accessible = True on both sides; "
+                "set it, or pull from the other side"
             )
         if isinstance(request, PushCache):
             planning.check_push_cache(request, record.layout, src_is_blocks=record.is_blocks)
@@ -129,7 +130,7 @@ class Pusher:
         if answer.code != LLMStatusCode.LLM_SUCCESS:
             flight.check()  # what it was cut off with, not that the destination has stopped
             raise context.refused(answer.code, answer.text)
-        peer_of(flight.link).bytes_out += max(0, answer.nbytes)
+        peer_of(flight.link).count_out(answer.nbytes)
 
     def _stop(self, offering: Offering, pending: Pending, reason: str) -> None:
         """A cut: withdraws, and gives the destination a moment to say that it has stopped."""

@@ -74,7 +74,7 @@ class Responder:
                 return
             state.leases.end(lease)
             state.condition.notify_all()
-        peer_of(link).bytes_out += max(0, message.nbytes)
+        peer_of(link).count_out(message.nbytes)
         if message.ok and lease.key is not None:
             self._allocator.pulled(lease.record, lease.key, message.first_tensor, message.tensor_stop)
 
@@ -103,7 +103,7 @@ class Responder:
     def _find(self, name: KeyName) -> tuple[Record, int]:
         found = self._state.registry.find(name)
         if found is None:
-            raise CacheNotExistError(f"no cache here has the key {describe_name(name)}")
+            raise CacheNotExistError(f"no cache of that cluster has the key {describe_name(name)}")
         return found
 
     # ---- reads that we serve --------------------------------------------------------------------------------

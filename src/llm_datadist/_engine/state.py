@@ -56,6 +56,17 @@ class Peer:
     by_clusters: bool = False  # a caller of link_clusters here wants this link
     bytes_in: int = 0
     bytes_out: int = 0
+    _counting: threading.Lock = field(default_factory=threading.Lock)
+
+    def count_in(self, nbytes: int) -> None:
+        """Bytes that we have read of the peer. From any thread: two transfers may end at once."""
+        with self._counting:
+            self.bytes_in += nbytes
+
+    def count_out(self, nbytes: int) -> None:
+        """Bytes that the peer says it has read of us."""
+        with self._counting:
+            self.bytes_out += max(0, nbytes)
 
     def close(self) -> None:
         """Cancels what runs on its channels."""
