@@ -40,7 +40,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow --timeout 600 $(PYTEST_ARGS)

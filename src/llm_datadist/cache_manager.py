@@ -263,7 +263,7 @@ class CacheManager(Transfers):
         engine = self._live()
         check_isinstance("cache", cache, Cache)
         check_isinstance("copy_block_info", copy_block_info, dict)
-        as_indices("copy_block_info", list(copy_block_info))
+        named_blocks = as_indices("copy_block_info", list(copy_block_info))
         sources: list[int] = []
         destinations: list[int] = []
         for block, copies in copy_block_info.items():
@@ -273,6 +273,7 @@ class CacheManager(Transfers):
         engine.copy(
             CopyBlocks(
                 cache,
+                named_blocks,
                 as_indices("copy_block_info", sources),
                 as_indices("copy_block_info", destinations),
             )

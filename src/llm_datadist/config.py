@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar, overload
 
-from llm_datadist._core.options import RULE_OF_PROP
+from llm_datadist._core.options import RULE_OF_PROP, check_flow_graph_size
 from llm_datadist.checks import check_isinstance
-from llm_datadist.status import ParamInvalidError
 
 T = TypeVar("T")
-
-_FLOW_GRAPH = "ge.flowGraphMemMaxSize"
 
 
 class _Option(Generic[T]):
@@ -123,11 +120,7 @@ def _checked_ge_options(options: Any) -> dict[str, str]:
     for key, text in options.items():
         check_isinstance("a key of ge_options", key, str)
         check_isinstance(f"ge_options[{key!r}]", text, str)
-    size = options.get(_FLOW_GRAPH, "0")
-    if not (size.isascii() and size.isdigit()):
-        raise ParamInvalidError(
-            f"ge_options[{_FLOW_GRAPH!r}] is {size!r}; it must be one whole number, in digits"
-        )
+    check_flow_graph_size(options)
     checked: dict[str, str] = options
     return checked
 

@@ -204,6 +204,7 @@ def test_copies_are_handed_over(make: Make) -> None:
     )
     assert isinstance(blocks, CopyBlocks)
     assert (blocks.src_blocks.tolist(), blocks.dst_blocks.tolist()) == ([7, 7, 5], [1, 2, 2**63])
+    assert blocks.named_blocks.tolist() == [7, 3, 5]
     _, empty = last(make, "copy_blocks", BLOCKS, {})
     assert (len(empty.src_blocks), empty.src_blocks.dtype, empty.dst_blocks.dtype) == (
         0,

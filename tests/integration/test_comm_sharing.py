@@ -86,6 +86,24 @@ def test_section_4_link_clusters_and_a_comm_share_one_link(spawn: Spawner, force
     assert wait_until(lambda: ids_linked(pair.p) == [])
 
 
+@pytest.mark.parametrize("both_linked", [False, True])
+def test_section_4_unlink_clusters_counts_for_both_sides_of_a_link_that_a_comm_holds(
+    spawn: Spawner, both_linked: bool
+) -> None:
+    pair = make_pair(spawn, Combo("B", "auto"))
+    up_both(pair)
+    ports = free_ports(2)
+    link_both(pair, on_loopback(*ports))
+    pair.d.call(actors.link, [(P_ID, ("127.0.0.1", ports[0]))])
+    if both_linked:
+        pair.p.call(actors.link, [(D_ID, ("127.0.0.1", ports[1]))])
+    assert pair.p.call(actors.unlink, [D_ID]) == (SUCCESS, [SUCCESS])
+    pair.d.call(actors.check_link, P_ID)
+    pair.p.call(leave, 1)
+    pair.d.call(leave, 1)
+    assert wait_until(lambda: ids_linked(pair.d) == [] and ids_linked(pair.p) == [])
+
+
 @pytest.mark.parametrize("leaves_first", ["p", "d"])
 def test_section_4_a_link_goes_with_the_last_of_comm_and_link_clusters(
     spawn: Spawner, leaves_first: str

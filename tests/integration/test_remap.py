@@ -41,7 +41,7 @@ def _word(w: World, cache_id: int) -> int:
 
 
 def _words_become(w: World, count: int) -> bool:
-    """Whether so many words hold in the end: one of each cache, none of leases."""
+    """Whether so many words hold in the end: one of each cache and of each bound key, none of leases."""
     return wait_until(lambda: len(w.dist._engine._state.slab._used) == count)
 
 
@@ -69,7 +69,7 @@ def test_peers_read_the_new_memory_under_the_same_id_and_key(pair: Pair) -> None
         pair.d.call(actors.refill, "dst", None)
         pair.pull_blocks([3], [2]).ok()
         pair.blocks_right([3], [2])
-    assert len(words) == 3 and pair.p.call(_words_become, 2), "an old word still holds"
+    assert len(words) == 3 and pair.p.call(_words_become, 4), "an old word still holds"
     assert [c[0] for c in pair.p.call(allocated.caches)] == [cache_id, other] == [1, 2]
     assert pair.p.call(allocated.bound) == [("model", 0), ("model", 1)]
     pair.pull_blocks([3], [2], of_model(1)).ok()

@@ -61,7 +61,7 @@ def test_copy_blocks_is_as_if_all_reads_came_first(
         rows, old = (w[base : base + 7 * stride].reshape(7, stride) for w in (want, world))
         rows[dst] = old[src]
     moved = [(s, d) for s, d in zip(src, dst, strict=True) if s != d]
-    for step in plan_copy_blocks(CopyBlocks(CACHE, u64(*src), u64(*dst)), cache, buffer):
+    for step in plan_copy_blocks(CopyBlocks(CACHE, u64(*src), u64(*src), u64(*dst)), cache, buffer):
         assert step.saved.nbytes == step.restored.nbytes
         assert step.saved.nbytes <= max(buffer, len(moved) * stride)
         kept = world[addresses_of(step.saved)].copy()
@@ -146,7 +146,12 @@ def test_copy_blocks_refuses_before_the_first_step(
     cache: Memory, src: list[int], dst: list[int], text: str
 ) -> None:
     with pytest.raises(ParamInvalidError, match=text):
-        plan_copy_blocks(CopyBlocks(CACHE, u64(*src), u64(*dst)), cache, 100)
+        plan_copy_blocks(CopyBlocks(CACHE, u64(*src), u64(*src), u64(*dst)), cache, 100)
+
+
+def test_copy_blocks_checks_a_source_without_destinations_too() -> None:
+    with pytest.raises(ParamInvalidError, match=r"source\[1\] is 99"):
+        plan_copy_blocks(CopyBlocks(CACHE, u64(0, 99), u64(0), u64(1)), BLOCKS, 100)
 
 
 def host(name: str = "cache 9", at: int = 2000, **how: int) -> Memory:

@@ -204,3 +204,9 @@ def test_more_than_one_device_is_refused_at_init() -> None:
 
 def test_properties_are_documented() -> None:
     assert (LLMConfig.sync_kv_timeout.__doc__ or "").startswith("Time one pull or push may take")
+
+
+@pytest.mark.parametrize("devices", [[], ()])
+def test_at_least_one_device_is_named(devices: Any) -> None:
+    with pytest.raises(ValueError, match="device_id"):
+        LLMConfig().device_id = devices

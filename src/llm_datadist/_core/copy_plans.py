@@ -101,6 +101,7 @@ def plan_copy_blocks(request: CopyBlocks, memory: Memory, buffer_nbytes: int) ->
     if not memory.is_blocks:
         raise ParamInvalidError(f"{memory.name} is not a blocks cache; copy_blocks needs one, use copy_cache")
     sources, destinations = request.src_blocks, request.dst_blocks
+    check_indices("copy_block_info: source", request.named_blocks, memory.layout.dim0)
     _check_blocks("copy_block_info", sources, memory, destinations, memory)
     moved = sources != destinations
     sources, destinations = sources[moved], destinations[moved]

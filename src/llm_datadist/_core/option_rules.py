@@ -63,6 +63,8 @@ def text_of_devices(name: str, value: Any) -> str:
     """One device id, or a list of them joined by ";"."""
     if not isinstance(value, (list, tuple)):
         return str(check_range(name, check_isinstance(name, value, (int, list, tuple)), 0, 2**31 - 1))
+    if not value:
+        raise ValueError(f"{name} is {value!r}; name at least one device id")
     return ";".join(str(check_range(f"{name}[{i}]", entry, 0, 2**31 - 1)) for i, entry in enumerate(value))
 
 

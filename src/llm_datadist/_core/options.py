@@ -206,7 +206,21 @@ RULES: tuple[Rule, ...] = (
 RULE_OF_PROP = {rule.prop: rule for rule in RULES}
 RULE_OF_KEY = {key: rule for rule in RULES for key in rule.keys}
 
+_FLOW_GRAPH = "ge.flowGraphMemMaxSize"
 LATER_BACKENDS = ("shm", "nixl")
+
+
+def check_flow_graph_size(options: Mapping[str, str]) -> None:
+    """The one key of ``ge_options`` that has a rule; it comes by the property or in a dict made by hand.
+
+    Raises:
+        ParamInvalidError: It is there and not a digit string of one value.
+    """
+    size = options.get(_FLOW_GRAPH, "0")
+    if not (size.isascii() and size.isdigit()):
+        raise ParamInvalidError(
+            f"{_FLOW_GRAPH} (LLMConfig.ge_options) is {size!r}; it must be one number, in digits"
+        )
 
 
 def parse_options(options: Mapping[str, str]) -> Options:
@@ -222,6 +236,7 @@ def parse_options(options: Mapping[str, str]) -> Options:
         check_isinstance("an option key", key, str)
         if not isinstance(text, str):
             raise TypeError(f"options[{key!r}] must be a str, not {type(text).__name__}")
+    check_flow_graph_size(options)
     known = {key: RULE_OF_KEY[key] for key in options if key in RULE_OF_KEY}
     values = {rule.prop: rule.check(options[key]) for key, rule in known.items()}
     _refuse_later(options)

@@ -100,9 +100,13 @@ class CopyCache:
 
 @dataclass(frozen=True, slots=True)
 class CopyBlocks:
-    """Within ``cache`` block ``src_blocks[i]`` to ``dst_blocks[i]``, as if all were read before any is written."""
+    """Within ``cache`` block ``src_blocks[i]`` to ``dst_blocks[i]``, as if all were read before any is written.
+
+    ``named_blocks``: every source block of the call, those without a destination included.
+    """
 
     cache: Cache
+    named_blocks: U64
     src_blocks: U64
     dst_blocks: U64
 

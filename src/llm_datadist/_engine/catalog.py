@@ -109,7 +109,7 @@ class Catalog:
         if displaced is not None:
             _LOG.warning(
                 "blocks cache %d takes over the key %s of blocks cache %d; peers that pull by it now read cache %d",
-                record.cache_id, record.keys[0][0], displaced.cache_id, record.cache_id,
+                record.cache_id, key_of(record.keys[0][0], self._state.cluster_id), displaced.cache_id, record.cache_id,
             )  # fmt: skip
         return Cache(
             record.cache_id, record.desc, record.addresses.tolist(), record.is_blocks, self._state.life

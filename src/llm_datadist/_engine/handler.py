@@ -224,7 +224,9 @@ class Handler:
     def _when_idle(self, link: Link, message: Unlink | Settle) -> None:
         """What waits for the end of transfers is for a worker."""
         submit = self._state.workers.submit
-        if isinstance(message, Unlink):
+        if isinstance(message, Unlink) and message.clusters_only:
+            self._linking.unlink_asked(link, message)  # does not wait, and a later Unlink must find it done
+        elif isinstance(message, Unlink):
             submit(("unlink", link), lambda: self._linking.unlink_asked(link, message))
         else:
             submit(("settle", link), lambda: self._draining.settle_asked(link, message))

@@ -123,6 +123,7 @@ class Linking:
             held = state.comm_holds[cluster_id] > 0
         if held:
             peer_of(link).by_clusters = False
+            tell(link, Unlink(id=link.next_id(), time_left_ms=0, clusters_only=True))
             _LOG.info("the link to %s stays: a comm holds it until unlink(comm_id)", describe(link))
             return LLMStatusCode.LLM_SUCCESS
         if force:
@@ -182,6 +183,10 @@ class Linking:
 
     def unlink_asked(self, link: Link, message: Unlink) -> None:
         """The peer wants to unlink: yes when we are idle, busy at its time-out. Not for the control thread."""
+        if message.clusters_only:
+            peer_of(link).by_clusters = False
+            tell(link, Done(id=message.id, code=LLMStatusCode.LLM_SUCCESS))
+            return
         if message.if_unused and peer_of(link).by_clusters:
             text = "link_clusters was called there for this link; unlink_clusters ends it"
             tell(link, Done(id=message.id, code=LLMStatusCode.LLM_EXIST_LINK, text=text))

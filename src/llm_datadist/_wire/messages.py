@@ -112,11 +112,13 @@ class Unlink(Message, frozen=True, kw_only=True):
     """Asks to drop the link when idle, within the time; answered by Done.
 
     ``if_unused``: unless callers of the peer's link_clusters use it; then the answer is LLM_EXIST_LINK.
+    ``clusters_only``: the link stays, a comm holds it; link_clusters uses it no more, on either side.
     """
 
     id: int
     time_left_ms: int
     if_unused: bool = False
+    clusters_only: bool = False
 
 
 class Settle(Message, frozen=True, kw_only=True):

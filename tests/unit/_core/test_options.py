@@ -294,3 +294,10 @@ def test_every_option_is_a_property_and_every_key_is_named_once() -> None:
     keys = [key for rule in RULES for key in rule.keys]
     assert len(keys) == len(set(keys)) == len(RULE_OF_KEY)
     assert len({rule.prop for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize("text", ["1,2", "", "-1", "1.5"])
+def test_the_one_ge_option_with_a_rule_is_judged_in_a_dict_made_by_hand(text: str) -> None:
+    with pytest.raises(ParamInvalidError, match=r"ge\.flowGraphMemMaxSize .* must be one number"):
+        parse_options({"llm.EnableCacheManager": "1", "ge.flowGraphMemMaxSize": text})
+    parse_options({"llm.EnableCacheManager": "1", "ge.flowGraphMemMaxSize": "123"})
