@@ -98,3 +98,15 @@ def test_codes_marked_never_are_the_ones_that_nothing_gives() -> None:
     table = {NAME.findall(code)[0]: when for code, when in rows("Status codes")}
     given = {code for code, when in table.items() if not when.startswith("never")}
     assert given == codes_given() & set(table)
+
+
+def test_what_is_not_in_this_version_is_not_there() -> None:
+    """The rows go when the parts come."""
+    missing = " ".join(row[0] for row in rows("Not in this version"))
+    for name in ("block_generations", "retire_blocks"):
+        assert name in missing and not hasattr(llm_datadist.Cache, name)
+    assert "src_generations" in missing and "src_generations" not in golden.describe()
+    for backend in ("shm", "nixl"):
+        assert f"`{backend}`" in missing
+        with pytest.raises(FeatureNotEnabledError, match=backend):
+            parse_options({"llm.EnableCacheManager": "1", "llm.TransferBackend": backend})
