@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from llm_datadist import transfer_requests as requests
+from llm_datadist._core.indices import BlockList
 from llm_datadist.caches import Cache
 from llm_datadist.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from llm_datadist.layerwise import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
@@ -67,8 +68,8 @@ class Transfers:
         self,
         src_cache_key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex,
         dst_cache: Cache,
-        src_blocks: Sequence[int] = (),
-        dst_blocks: Sequence[int] = (),
+        src_blocks: BlockList = (),
+        dst_blocks: BlockList = (),
         *,
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
@@ -141,8 +142,8 @@ class Transfers:
         self,
         dst_cache_key: BlocksCacheKey,
         src_cache: Cache,
-        src_blocks: Sequence[int] = (),
-        dst_blocks: Sequence[int] = (),
+        src_blocks: BlockList = (),
+        dst_blocks: BlockList = (),
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
@@ -206,8 +207,8 @@ class Transfers:
         self,
         src_cache_key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex,
         dst_cache: Cache,
-        src_blocks: Sequence[int] = (),
-        dst_blocks: Sequence[int] = (),
+        src_blocks: BlockList = (),
+        dst_blocks: BlockList = (),
         *,
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
@@ -244,8 +245,8 @@ class Transfers:
         self,
         dst_cache_key: BlocksCacheKey,
         src_cache: Cache,
-        src_blocks: Sequence[int] = (),
-        dst_blocks: Sequence[int] = (),
+        src_blocks: BlockList = (),
+        dst_blocks: BlockList = (),
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
@@ -264,8 +265,8 @@ class Transfers:
         src_cache: Cache,
         layer_synchronizer: LayerSynchronizer,
         transfer_configs: Sequence[TransferConfig] | Sequence[TransferWithCacheKeyConfig],
-        src_block_indices: Sequence[int] | None = None,
-        dst_block_indices: Sequence[int] | None = None,
+        src_block_indices: BlockList | None = None,
+        dst_block_indices: BlockList | None = None,
         dst_block_memory_size: int | None = None,
     ) -> CacheTask:
         """Pushes layers to peers in the background, each as soon as the synchronizer lets it go.

@@ -91,7 +91,7 @@ def moved(
     paged = manager.register_blocks_cache(desc, addresses, BlocksCacheKey(prompt_cluster_id=1), True)
     manager.pull_cache(CacheKeyByIdAndIndex(1, 2, batch_index=3), cache, 0, -1, src_layer_range=range(2))
     manager.pull_blocks(BlocksCacheKey(1), paged, src_blocks=[1], dst_blocks=(2,), notify=("n", b"m"))
-    manager.pull_blocks(BlocksCacheKey(1), paged, table.tolist(), table.tolist())
+    manager.pull_blocks(BlocksCacheKey(1), paged, table, table.astype(np.uint32))
     manager.push_cache(CacheKeyByIdAndIndex(1, 2), cache, 0, range(1), range(1), -1, 1)
     manager.push_blocks(BlocksCacheKey(1), paged, [1], [2], tensor_num_per_layer=1)
     manager.unregister_cache(paged.cache_id)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llm_datadist._core.segments import U64
+
+BlockList: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
+"""What callers may pass as a list of blocks."""
 
 _LIMIT = 1 << 64
 
 
-def as_indices(name: str, blocks: Sequence[int] | np.ndarray[Any, Any]) -> U64:
+def as_indices(name: str, blocks: BlockList) -> U64:
     """A block list as a uint64 array of its own.
 
     Args:
