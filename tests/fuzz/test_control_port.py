@@ -20,7 +20,7 @@ from tests.support.links import Engine
 
 ME = Identity(cluster_id=9, instance=b"r" * 16, role=1, accessible=False)
 HELLO = b"".join(bytes(chunk) for chunk in encode(Hello(version=PROTOCOL_VERSION, target_id=1, identity=ME)))
-CONFIRM = b"".join(bytes(chunk) for chunk in encode(Confirm(reads_by="x")))
+CONFIRM = b"".join(bytes(chunk) for chunk in encode(Confirm(reads_by=("x",))))
 
 CRAFTED = {
     "length 2^63": struct.pack("<Q", 1 << 63),

@@ -41,6 +41,7 @@ def link_of(engine: Engine, cluster_id: int) -> Link:
     return link
 
 
+@pytest.mark.rule("4.21")
 def test_both_sides_are_up_when_dial_returns(pair: tuple[Engine, Engine]) -> None:
     a, b = pair
     for _ in range(20):
@@ -50,7 +51,7 @@ def test_both_sides_are_up_when_dial_returns(pair: tuple[Engine, Engine]) -> Non
         assert mine.token == theirs.token and len(mine.token) == 16
         assert (mine.dialled, theirs.dialled) == (True, False)
         assert mine.dialled_address == b.address and theirs.dialled_address is None
-        assert mine.reads_by == theirs.peer_reads_by == "by-auto"
+        assert mine.reads_by == theirs.peer_reads_by == ("by-auto",)
         assert mine.context == mine.token
         assert mine.identity.endpoints == {"x": b"y"}
         a.service.drop(mine, "next round", tell=True)
@@ -73,6 +74,7 @@ def test_l5_the_same_link_is_asked_for_again(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.rule("4.11")
 def test_one_cluster_twice_in_a_call_and_from_many_threads(pair: tuple[Engine, Engine]) -> None:
     a, b = pair
     assert a.service.dial([b.target, b.target], 2) == [OK, ALREADY]
@@ -86,6 +88,7 @@ def test_one_cluster_twice_in_a_call_and_from_many_threads(pair: tuple[Engine, E
     assert sorted(codes) == [OK] + [ALREADY] * 7
 
 
+@pytest.mark.rule("4.16")
 def test_a_later_dial_tries_itself_when_the_first_has_failed(pair: tuple[Engine, Engine]) -> None:
     a, b = pair
     wrong = Target(2, Address("127.0.0.1", 1))
@@ -135,13 +138,14 @@ def test_l4_another_engine_answers(pair: tuple[Engine, Engine], caplog: pytest.L
     assert a.service.dial([b.target], 2) == [OK] and a.service.link_error(2) is None
 
 
+@pytest.mark.rule("4.27")
 def test_l4_an_answer_with_another_id_is_refused_by_the_dialler() -> None:
     with Engine(1) as a, listening_socket() as (sock, address):
 
         def answer() -> None:
             with RawPeer(sock=sock.accept()[0]) as peer:
                 peer.hear()
-                peer.say(Welcome(identity=identity(7), link_token=b"t" * 16, reads_by="x"))
+                peer.say(Welcome(identity=identity(7), link_token=b"t" * 16, reads_by=("x",)))
                 heard.append(peer.hear())
 
         heard: list[Message | None] = []
@@ -161,6 +165,7 @@ def test_sides_that_differ_in_mode_are_refused() -> None:
         assert "enable_remote_cache_accessible" in (a.service.link_error(2) or "")
 
 
+@pytest.mark.rule("4.28")
 def test_versions_without_overlap_are_refused() -> None:
     with Engine(1) as a, RawPeer(a.address) as peer:
         peer.say(Hello(version=PROTOCOL_VERSION + 1, target_id=1, identity=identity()))
@@ -199,6 +204,7 @@ def test_what_the_engine_of_either_side_refuses(pair: tuple[Engine, Engine], ref
     assert a.service.links() == [] == b.service.links()
 
 
+@pytest.mark.rule("4.10")
 def test_attempts_are_counted_and_the_reason_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     with Engine(1, retry_count=3) as a:
         with listening_socket() as (_, address):
@@ -210,6 +216,7 @@ def test_attempts_are_counted_and_the_reason_is_kept(caplog: pytest.LogCaptureFi
         assert len([r for r in caplog.records if r.name == "llm_datadist.link" and r.levelno >= 30]) == 1
 
 
+@pytest.mark.rule("4.10")
 def test_a_peer_that_comes_late_is_met_by_a_later_attempt() -> None:
     with listening_socket() as (_, address):
         pass

@@ -55,6 +55,7 @@ def test_another_live_process_holds_that_id(pair: tuple[Engine, Engine]) -> None
     assert link_of(a, 2).state == "up"
 
 
+@pytest.mark.rule("4.32")
 def test_l7_an_old_link_that_does_not_answer_is_replaced() -> None:
     with Engine(1) as a, RawPeer(a.address) as old:
         old.link(1, 2)
@@ -114,6 +115,7 @@ def test_calls_and_late_answers(pair: tuple[Engine, Engine]) -> None:
     assert ended == [True]
 
 
+@pytest.mark.rule("4.85")
 def test_what_waits_fails_when_the_link_goes_down(pair: tuple[Engine, Engine]) -> None:
     a, b = pair
     assert a.service.dial([b.target], 2) == [OK]
@@ -201,6 +203,7 @@ def test_an_exception_of_the_handler_costs_only_its_connection(
         a.service.ping(link_of(a, 3), time.monotonic() + 2)
 
 
+@pytest.mark.rule("4.86", "4.92")
 def test_t2_silent_then_down_and_others_do_not_notice() -> None:
     options = {"heartbeat_ms": 50, "link_timeout_ms": 600}
     with Engine(1, **options) as a, Engine(2) as b, RawPeer(a.address) as peer:
@@ -215,6 +218,7 @@ def test_t2_silent_then_down_and_others_do_not_notice() -> None:
         assert a.service.get(9) is None and link_of(a, 2).state == "up"
 
 
+@pytest.mark.rule("4.84")
 def test_a_silent_link_is_up_again_with_the_first_byte() -> None:
     with Engine(1) as a, RawPeer(a.address) as peer:
         peer.link(1, 9, heartbeat_ms=30)
@@ -270,7 +274,7 @@ def test_z3_a_broken_protocol_costs_only_that_connection(
         middle.say(Ping(id=1))
         assert middle.hear() is None
         up.link(1, 9)
-        up.say(Confirm(reads_by="again"))
+        up.say(Confirm(reads_by=("again",)))
         assert a.notes.wait_for(lambda: bool(a.notes.downs))
     assert a.notes.wait_for(lambda: a.notes.discarded == 1)
     broken = [record for record in caplog.records if "broke the protocol" in record.getMessage()]

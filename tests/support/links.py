@@ -39,7 +39,7 @@ class Notes:
         self.prepared += 1
         self.asks.append(ask)
         self.addresses.append(address)
-        return Prepared(f"by-{peer.backend}", link_token)
+        return Prepared((f"by-{peer.backend}",), link_token)
 
     def discard(self, prepared: Prepared) -> None:
         self._note(lambda: setattr(self, "discarded", self.discarded + 1))

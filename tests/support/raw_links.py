@@ -40,7 +40,7 @@ class RawPeer:
         me = identity(cluster_id, instance, **options)
         self.say(Hello(version=PROTOCOL_VERSION, target_id=target_id, identity=me))
         assert isinstance(self.hear(), Welcome)
-        self.say(Confirm(reads_by="x"))
+        self.say(Confirm(reads_by=("x",)))
         self.hear()
 
     def __enter__(self) -> RawPeer:

@@ -35,6 +35,8 @@ def as_indices(name: str, blocks: BlockList) -> U64:
         )
     if not blocks:
         return np.empty(0, dtype=np.uint64)
+    if len(blocks) == 1 and type(blocks[0]) is int and 0 <= blocks[0] < _LIMIT:
+        return np.array(blocks, dtype=np.uint64)
     for kind in set(map(type, blocks)):
         if kind is bool or not issubclass(kind, (int, np.integer)):
             at = next(i for i, b in enumerate(blocks) if type(b) is kind)

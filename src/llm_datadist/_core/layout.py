@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
 from llm_datadist._core.segments import U64, Extents
@@ -11,8 +10,7 @@ from llm_datadist.caches import CacheDesc
 from llm_datadist.status import ParamInvalidError
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """Sizes of a cache: ``dim0`` slots or blocks of ``stride_nbytes`` in each of ``num_tensors`` tensors."""
 
     num_tensors: int
@@ -36,8 +34,7 @@ class Layout:
         return cls(desc.num_tensors, shape[0], desc.size // shape[0])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CacheSlice:
+class CacheSlice(msgspec.Struct, frozen=True, eq=False):
     """A part of a cache, in stream order: of each of some tensors the units at ``indices``.
 
     Unit i lies at ``indices[i] * unit_nbytes``; all are whole but the last, which is cut so that a tensor
@@ -58,10 +55,11 @@ class CacheSlice:
     def extents(self, bases: U64) -> Extents:
         """The part as memory; ``bases`` are the addresses of all tensors of the cache."""
         chosen = bases[self.first_tensor : self.first_tensor + self.tensor_count]
+        if len(self.indices) == 1:  # the latency of a single block counts, and there is nothing to merge
+            pair = np.array((self.indices.item() * self.unit_nbytes, self.row_nbytes), dtype=np.uint64)
+            row = pair[1:]
+            return Extents(chosen, pair[:1], row, row, self.row_nbytes)
         offsets = self.indices * np.uint64(self.unit_nbytes)
-        if len(offsets) == 1:  # the latency of a single block counts, and there is nothing to merge
-            row = np.array([self.row_nbytes], dtype=np.uint64)
-            return Extents(chosen, offsets, row, row, self.row_nbytes)
         lengths = np.full(len(offsets), self.unit_nbytes, dtype=np.uint64)
         if len(lengths):
             lengths[-1] = self.row_nbytes - (len(lengths) - 1) * self.unit_nbytes
@@ -101,6 +99,8 @@ def check_indices(name: str, indices: U64, limit: int) -> None:
     Raises:
         ParamInvalidError: One is ``limit`` or more; the text names the first bad one.
     """
+    if len(indices) == 1 and indices.item() < limit:  # the latency of a single block counts
+        return
     if len(indices) and int(indices.max()) >= limit:
         at = int(np.argmax(indices >= np.uint64(limit)))
         raise ParamInvalidError(

@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from llm_datadist._core.layout import Layout
 from llm_datadist._core.registry import GenerationWord, KeyName
 from llm_datadist._core.segments import U64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RemoteCache:
-    """A cache as its owner described it. ``addresses`` is empty when we do not read by address."""
+class RemoteCache(msgspec.Struct, frozen=True, eq=False):
+    """A cache as its owner described it.
+
+    ``addresses`` is empty when we do not read by address; ``token`` is for a transport that needs registration.
+    """
 
     cache_id: int
     layout: Layout
@@ -21,7 +25,8 @@ class RemoteCache:
     word: GenerationWord
     addresses: U64
     keys: tuple[tuple[KeyName, int], ...] = ()
-    key_words: Mapping[KeyName, GenerationWord] = field(default_factory=dict)
+    key_words: Mapping[KeyName, GenerationWord] = msgspec.field(default_factory=dict)
+    token: bytes = b""
 
     def word_for(self, name: KeyName) -> GenerationWord:
         """The word that a read by this name checks: the key's own, or the cache's for its id."""

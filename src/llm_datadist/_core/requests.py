@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from llm_datadist._core.notices import Notice
 from llm_datadist._core.segments import U64
@@ -14,8 +14,7 @@ from llm_datadist.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from llm_datadist.layerwise import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Layers:
+class Layers(msgspec.Struct, frozen=True):
     """Layer ranges of a request; None or an empty range means all tensors of that side."""
 
     src: range | None = None
@@ -23,8 +22,7 @@ class Layers:
     tensors_per_layer: int = 2
 
 
-@dataclass(frozen=True, slots=True)
-class PullCache:
+class PullCache(msgspec.Struct, frozen=True):
     """Bytes [0, size) of a slot of the peer into slot ``batch_index`` of ``cache``; size -1 = my stride."""
 
     key: CacheKey | CacheKeyByIdAndIndex
@@ -35,8 +33,7 @@ class PullCache:
     notice: Notice | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PullBlocks:
+class PullBlocks(msgspec.Struct, frozen=True):
     """Blocks (or, with a key of a slot and no src blocks, the slot in block pieces) into blocks of ``cache``."""
 
     key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex
@@ -47,8 +44,7 @@ class PullBlocks:
     notice: Notice | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PushCache:
+class PushCache(msgspec.Struct, frozen=True):
     """Slot ``src_batch_index`` of ``cache`` into a slot of the peer."""
 
     key: CacheKeyByIdAndIndex
@@ -59,8 +55,7 @@ class PushCache:
     notice: Notice | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PushBlocks:
+class PushBlocks(msgspec.Struct, frozen=True):
     """Blocks of ``cache`` into blocks of the peer."""
 
     key: BlocksCacheKey
@@ -71,8 +66,7 @@ class PushBlocks:
     notice: Notice | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PushLayers:
+class PushLayers(msgspec.Struct, frozen=True):
     """A layer-wise task. ``configs`` are copies: the caller's objects may change meanwhile.
 
     ``dst_block_nbytes``: dst_block_memory_size; None and 0 as the caller gave them.
@@ -86,8 +80,7 @@ class PushLayers:
     dst_block_nbytes: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class CopyCache:
+class CopyCache(msgspec.Struct, frozen=True):
     """Bytes [offset, offset + size) of a slot of ``src`` to the same place in a slot of ``dst``; size -1 = the rest."""
 
     dst: Cache
@@ -98,8 +91,7 @@ class CopyCache:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class CopyBlocks:
+class CopyBlocks(msgspec.Struct, frozen=True):
     """Within ``cache`` block ``src_blocks[i]`` to ``dst_blocks[i]``, as if all were read before any is written.
 
     ``named_blocks``: every source block of the call, those without a destination included.
@@ -111,8 +103,7 @@ class CopyBlocks:
     dst_blocks: U64
 
 
-@dataclass(frozen=True, slots=True)
-class SwapBlocks:
+class SwapBlocks(msgspec.Struct, frozen=True):
     """Block ``src_blocks[i]`` of ``src`` to ``dst_blocks[i]`` of ``dst``."""
 
     src: Cache

@@ -8,17 +8,16 @@ position in the stream is shared. Nothing here is proportional to tensors x bloc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 U64: TypeAlias = NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Extents:
+class Extents(msgspec.Struct, frozen=True, eq=False):
     """Memory on one side, in stream order. Build with :meth:`of`.
 
     Attributes:
@@ -57,6 +56,10 @@ class Extents:
     def nbytes(self) -> int:
         """Bytes of the whole stream."""
         return self.row_nbytes * len(self.bases)
+
+    def moved(self, shifts: U64) -> Extents:
+        """The same where each tensor is ``shifts`` bytes further, modulo 2**64."""
+        return Extents(self.bases + shifts, self.offsets, self.lengths, self.ends, self.row_nbytes)
 
     def take(self, start: int, max_nbytes: int, max_runs: int) -> tuple[U64, U64, int]:
         """Expands the stream from byte ``start``, at most ``max_nbytes`` bytes and ``max_runs`` runs.
@@ -123,8 +126,7 @@ class Extents:
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
+class Segments(msgspec.Struct, frozen=True):
     """A plan: where the bytes come from and where they go, both in stream order.
 
     ``source`` is the peer's memory (one-sided transports on the same host) or the opaque selector with
@@ -145,19 +147,35 @@ class Segments:
             raise TypeError("expand needs the source's addresses; this plan has a selector")
         at = 0
         while at < self.nbytes:
-            src, src_len, src_n = self.source.take(at, 1 << 62, max_runs)
-            dst, dst_len, dst_n = self.destination.take(at, 1 << 62, max_runs)
-            n = min(src_n, dst_n)
-            cuts = np.union1d(np.cumsum(src_len), np.cumsum(dst_len))
-            cuts = cuts[cuts <= n][:max_runs]
-            starts = np.concatenate((np.zeros(1, np.uint64), cuts[:-1]))
-            yield _at(src, src_len, starts), _at(dst, dst_len, starts), cuts - starts
-            at += int(cuts[-1])
+            source, _ = self.source.take_pairs(at, 1 << 62, max_runs)
+            destination, _ = self.destination.take_pairs(at, 1 << 62, max_runs)
+            src, dst, nbytes = (column[:max_runs] for column in matched(source, destination))
+            yield src, dst, nbytes
+            at += int(nbytes.sum())
 
 
-def _at(addresses: U64, lengths: U64, positions: U64) -> U64:
-    """The address of each stream position within the given runs."""
-    ends = np.cumsum(lengths)
+def matched(source: U64, destination: U64) -> tuple[U64, U64, U64]:
+    """Both sides of the same stretch of a stream, cut where either is cut, until the shorter one ends.
+
+    Args:
+        source: (n, 2) rows of (address, nbytes), as ``Extents.take_pairs`` gives them.
+        destination: (m, 2) rows.
+
+    Returns:
+        Source addresses, destination addresses and bytes of each piece.
+    """
+    if len(source) == len(destination) and np.array_equal(source[:, 1], destination[:, 1]):
+        return source[:, 0], destination[:, 0], source[:, 1]
+    there, here = np.cumsum(source[:, 1]), np.cumsum(destination[:, 1])
+    cuts = np.union1d(there, here)
+    cuts = cuts[cuts <= min(there[-1], here[-1])]
+    starts = np.concatenate((np.zeros(1, np.uint64), cuts[:-1]))
+    return _at(source[:, 0], there, starts), _at(destination[:, 0], here, starts), cuts - starts
+
+
+def _at(addresses: U64, ends: U64, positions: U64) -> U64:
+    """The address of each stream position within runs that end at ``ends``."""
     run = np.searchsorted(ends, positions, side="right")
-    shifted: U64 = addresses[run] + (positions - (ends[run] - lengths[run]))
+    begins = np.concatenate((np.zeros(1, np.uint64), ends[:-1]))
+    shifted: U64 = addresses[run] + (positions - begins[run])
     return shifted

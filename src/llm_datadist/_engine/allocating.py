@@ -47,14 +47,18 @@ class Allocator:
             state.check_open()
             names = state.registry.check_keys(keys, layout)
             addresses, allocation = state.pools.take(desc.placement, layout)
+
+            def keep(cache_id: int) -> None:
+                state.pools.keep(cache_id, allocation)
+                state.regions.keep_pooled(cache_id, desc.placement)
+
             try:
                 entered = self._catalog.enter(
-                    desc, layout, addresses, names, is_blocks=is_blocks, remote_accessible=True
+                    desc, layout, addresses, names, is_blocks=is_blocks, remote_accessible=True, keep=keep
                 )
             except BaseException:
                 state.pools.give_back(allocation)
                 raise
-            state.pools.keep(entered.record.cache_id, allocation)
         return self._catalog.finish(entered)
 
     def deallocate(self, cache: Cache, *, is_blocks: bool) -> None:
@@ -131,6 +135,7 @@ class Allocator:
         told = self._catalog.take_out(cache_id) or []
         if self._catalog.is_unused(cache_id):
             state.pools.free(cache_id)
+            state.regions.free(cache_id)
         else:  # others hold a lease: they finish first
             state.workers.submit(("free", cache_id), lambda: self._catalog.free_when_unused(cache_id))
         return told

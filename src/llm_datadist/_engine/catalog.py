@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,10 +14,8 @@ import numpy as np
 from llm_datadist._core.layout import Layout
 from llm_datadist._core.registry import KeyName, Record, key_of
 from llm_datadist._core.segments import U64
-from llm_datadist._engine import codec
 from llm_datadist._engine.state import State
 from llm_datadist._link.link import Link, LinkLost
-from llm_datadist._wire.framing import Buffer
 from llm_datadist._wire.messages import Announce, Withdraw
 from llm_datadist.caches import Cache, CacheDesc, MemInfo
 from llm_datadist.devices import cpu
@@ -65,13 +63,20 @@ class Catalog:
         layout = Layout.of(desc)
         addresses = checked_addresses(addrs, layout)
         state = self._state
-        with state.condition:
-            state.check_open()
-            remote_accessible = self._checked_accessible(remote_accessible, desc)
-            names = state.registry.check_keys(keys, layout)
-            entered = self.enter(
-                desc, layout, addresses, names, is_blocks=is_blocks, remote_accessible=remote_accessible
-            )
+        tokens = state.regions.register(addresses, layout.tensor_nbytes)
+        try:
+            with state.condition:
+                state.check_open()
+                remote_accessible = self._checked_accessible(remote_accessible, desc)
+                names = state.registry.check_keys(keys, layout)
+                entered = self.enter(
+                    desc, layout, addresses, names,
+                    is_blocks=is_blocks, remote_accessible=remote_accessible,
+                    keep=lambda cache_id: state.regions.keep(cache_id, tokens),
+                )  # fmt: skip
+        except BaseException:
+            state.regions.forget(tokens)
+            raise
         return self.finish(entered)
 
     def _checked_accessible(self, asked: bool | None, desc: CacheDesc) -> bool:
@@ -93,13 +98,18 @@ class Catalog:
         *,
         is_blocks: bool,
         remote_accessible: bool,
+        keep: Callable[[int], None],
     ) -> Entered:
-        """Enters a checked cache and posts it to peers. The caller holds the lock, and calls ``finish`` after it."""
+        """Enters a checked cache and posts it to peers. The caller holds the lock, and calls ``finish`` after it.
+
+        ``keep`` notes whose memory it is, before a peer hears of it.
+        """
         state = self._state
         record, displaced = state.registry.add(
             desc, layout, addresses, names,
             is_blocks=is_blocks, remote_accessible=remote_accessible, word=state.new_word(),
         )  # fmt: skip
+        keep(record.cache_id)
         return Entered(record, displaced, self.announce(record))
 
     def finish(self, entered: Entered) -> Cache:
@@ -126,8 +136,7 @@ class Catalog:
             return
         flush(told)
         if self._wait_unused(cache_id, deadline) or self._cut_off(cache_id):
-            with state.condition:
-                state.pools.free(cache_id)
+            self._free(cache_id)
             return
         _LOG.warning("cache %d is still in use %g s after it was cut off", cache_id, _LAST_BYTES_S)
         state.workers.submit(("free", cache_id), lambda: self.free_when_unused(cache_id))
@@ -145,10 +154,14 @@ class Catalog:
         return self._withdraw(record)
 
     def free_when_unused(self, cache_id: int) -> None:
-        """Gives pool memory back once those who hold a lease have finished. For a worker."""
+        """Gives memory back once those who hold a lease have finished. For a worker."""
         self._wait_unused(cache_id, math.inf)
+        self._free(cache_id)
+
+    def _free(self, cache_id: int) -> None:
         with self._state.condition:
             self._state.pools.free(cache_id)
+        self._state.regions.free(cache_id)
 
     def is_unused(self, cache_id: int) -> bool:
         """Whether no lease and no transfer of ours holds a cache. The caller holds the lock."""
@@ -209,6 +222,8 @@ class Catalog:
         flush(told)
         error = CacheNotExistError("its memory was mapped anew while it was read (remap_registered_memory)")
         state.flights.cut(lambda f: f.serving and not renewed.isdisjoint(f.cache_ids), error)
+        for cache_id in renewed:
+            self._register_again(cache_id)
 
     def _renew(self, record: Record) -> list[Link]:
         state = self._state
@@ -219,6 +234,18 @@ class Catalog:
             state.leases.end(lease)
         state.condition.notify_all()
         return self.announce(fresh)
+
+    def _register_again(self, cache_id: int) -> None:
+        """For transports that need registration; old readers have noticed, so that none meets the gap."""
+        state = self._state
+        with state.condition:
+            record = state.registry.get(cache_id)
+            if record is None or state.pools.has(cache_id):
+                return
+        if state.regions.renew(cache_id, record.addresses, record.layout.tensor_nbytes):
+            with state.condition:
+                told = self.announce(record) if state.registry.get(cache_id) is record else []
+            flush(told)
 
     # ---- what there is ---------------------------------------------------------------------------------------
 
@@ -261,10 +288,9 @@ class Catalog:
     def _post(self, link: Link, record: Record) -> bool:
         """Posts one cache, its keys in portions: a frame has a limit, a cache may have any number of slots."""
         bindings = self._state.registry.bindings_of(record)
-        addresses = self.addresses_for(link, record)
         try:
             for at in range(0, max(1, len(bindings)), _KEYS_A_FRAME):
-                entry = codec.entry_of(record, bindings[at : at + _KEYS_A_FRAME])
+                entry, addresses = self._state.shown_to(link, record, bindings[at : at + _KEYS_A_FRAME])
                 link.post(Announce(entries=(entry,), more_keys=at > 0), [addresses])
         except LinkLost:
             return False
@@ -286,10 +312,6 @@ class Catalog:
                 continue
             told.append(link)
         return told
-
-    def addresses_for(self, link: Link, record: Record) -> Buffer:
-        """The tensors' addresses, for a peer that reads by address; nothing for all others."""
-        return codec.raw(record.addresses) if self._state.peer_reads_by_address(link) else b""
 
 
 def flush(links: list[Link]) -> None:

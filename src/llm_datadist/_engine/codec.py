@@ -58,7 +58,9 @@ def word_of(word: Word) -> GenerationWord:
     return GenerationWord(word.address, word.value)
 
 
-def entry_of(record: Record, bindings: Iterable[tuple[KeyName, int, GenerationWord]] = ()) -> CacheEntry:
+def entry_of(
+    record: Record, bindings: Iterable[tuple[KeyName, int, GenerationWord]] = (), token: bytes = b""
+) -> CacheEntry:
     """A cache of ours as a peer sees it, with the keys that find it (``Registry.bindings_of``)."""
     return CacheEntry(
         cache_id=record.cache_id,
@@ -68,6 +70,7 @@ def entry_of(record: Record, bindings: Iterable[tuple[KeyName, int, GenerationWo
         stride_nbytes=record.layout.stride_nbytes,
         word=word_message(record.word),
         keys=tuple(key_ref(*binding) for binding in bindings),
+        token=token,
     )
 
 
@@ -79,7 +82,9 @@ def remote_cache(entry: CacheEntry, addresses: Buffer, *, by_address: bool) -> R
         raise ProtocolError(f"{len(bases)} addresses for a cache of {layout.num_tensors} tensors")
     keys = tuple((key_name(k), k.batch_index) for k in entry.keys)
     words = {key_name(k): word_of(k.word) for k in entry.keys if k.word is not None}
-    return RemoteCache(entry.cache_id, layout, entry.is_blocks, word_of(entry.word), bases, keys, words)
+    return RemoteCache(
+        entry.cache_id, layout, entry.is_blocks, word_of(entry.word), bases, keys, words, entry.token
+    )
 
 
 def layout_of(entry: CacheEntry) -> Layout:

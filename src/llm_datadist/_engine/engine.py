@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import weakref
 from collections.abc import Mapping, Sequence
 
 from llm_datadist._core.notices import Notice
@@ -60,7 +59,7 @@ _TOKEN_NBYTES = 16
 _FINALIZE_S = 1.0  # for background jobs that are being cut off
 _LAST_BYTES_S = 0.5  # for callers' transfers that were cut: each finishes at most one call of 16 MiB
 
-_living: weakref.WeakSet[Engine] = weakref.WeakSet()
+_living: dict[bytes, Engine] = {}  # by instance; from start to finalize, as their LLMDataDist
 
 
 class Engine:
@@ -81,12 +80,13 @@ class Engine:
         self._comms = Comms(state, self._linking, os.environ.get(BASE_PORT_VARIABLE))
         self._draining = Draining(state, self._catalog)
         self._allocator = Allocator(state, self._catalog)
-        self._responder = Responder(state, self._catalog, self._allocator)
+        self._responder = Responder(state, self._allocator)
         self._receiver = Receiver(state, self._notifications)
         self._background = Background(state)
         self._movers = Movers(_helpers(options.transfer_threads))
         self._copier = Copier(state, self._movers)
         self._transports: dict[str, Transport] = {}
+        self._missing: dict[str, str] = {}  # transport -> why it is not to be had here
         self._role = role
         self._tcp = TcpTransport(self._responder, _first_data_frame, options.tcp_connections)
 
@@ -101,6 +101,7 @@ class Engine:
         handler = Handler(
             state,
             self._transports,
+            self._missing,
             self._tcp,
             self._catalog,
             self._responder,
@@ -134,7 +135,7 @@ class Engine:
         except BaseException:
             self._close_parts("init failed")
             raise
-        _living.add(self)
+        _living[self._instance] = self
 
     def _open_transports(self, endpoints: dict[str, bytes]) -> None:
         links = self._state.links
@@ -161,7 +162,7 @@ class Engine:
         state.slab.clear()
         state.flights.cut(lambda _: True, error)
         self._close_parts("finalized")
-        _living.discard(self)
+        _living.pop(self._instance, None)
 
     def _close_parts(self, reason: str) -> None:
         self._state.links.stop(reason)
@@ -331,11 +332,12 @@ def _first_data_frame(link_token: bytes, dialler_reads: bool) -> bytes:
 
 def _find_sibling(instance: bytes) -> State | None:
     """The engine of this process that a peer turns out to be."""
-    return next((engine._state for engine in list(_living) if engine._instance == instance), None)
+    engine = _living.get(instance)
+    return engine._state if engine else None
 
 
 def _close_in_child() -> None:
-    for engine in list(_living):
+    for engine in list(_living.values()):
         engine.close_in_child()
 
 

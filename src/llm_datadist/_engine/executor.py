@@ -1,25 +1,24 @@
 """Runs one plan under a deadline, with the generation check around it.
 
-One-sided: the words are read in a small call before the first data call (a cache already withdrawn
-changes nothing here) and again after the last data call of all movers has returned. Otherwise the owner
-does both. What went wrong leaves here as Stale or MoveError; the callers turn that into status codes.
+One-sided: the word is read before the first data call (a cache already withdrawn changes nothing here) and
+again after the last data call of all movers has returned. Otherwise the owner does both. What went wrong
+leaves here as Stale or MoveError; the callers turn that into status codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import msgspec
 
-import numpy as np
-
+from llm_datadist._core.layout import CacheSlice
 from llm_datadist._core.registry import GenerationWord
+from llm_datadist._core.remote_table import RemoteCache
 from llm_datadist._core.segments import Extents, Segments
+from llm_datadist._engine import codec
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.state import Peer
-from llm_datadist.status import LLMStatusCode
-from llm_datadist.transports.seam import Fault, FaultKind, Progress
-
-_AT_START = np.zeros(1, dtype=np.uint64)
-_WORD_NBYTES = np.full(1, 8, dtype=np.uint64)
+from llm_datadist._engine.ways import Way, way_for
+from llm_datadist.status import LLMStatusCode, ParamInvalidError
+from llm_datadist.transports.seam import Fault, FaultKind, OneSidedChannel
 
 
 class Stale(Exception):  # noqa: N818 - a fact, not an error of this code
@@ -39,66 +38,88 @@ class MoveError(Exception):
         self.nbytes = nbytes
 
 
-def move(
-    peer: Peer, plan: Segments, words: Sequence[GenerationWord], deadline: float, flight: Flight
-) -> None:
-    """Moves all bytes of ``plan``, or raises.
+class Wanted(msgspec.Struct, frozen=True):
+    """What is read of a peer.
+
+    Attributes:
+        cache: The peer's cache.
+        part: What of it.
+        word: What says that it is still there, for a reader by address: of the lease, the key, or the cache.
+        generation: The word that the owner compares, where it serves the read.
+        lease: Its id and word, if there is one.
+    """
+
+    cache: RemoteCache
+    part: CacheSlice
+    word: GenerationWord
+    generation: GenerationWord
+    lease: tuple[int, GenerationWord] | None
+
+
+def move(peer: Peer, wanted: Wanted, destination: Extents, deadline: float, flight: Flight) -> None:
+    """Moves all bytes of ``wanted``, or raises.
 
     Args:
         peer: Whom to read.
-        plan: What to read and where to put it.
-        words: Words at the peer and the values that they must have (one-sided only).
+        wanted: What to read.
+        destination: Where to put it.
         deadline: Instant of ``time.monotonic()``.
         flight: A cut of it ends the call.
 
     Raises:
         Stale: A word has changed.
         MoveError: Anything else that stopped it.
+        ParamInvalidError: None of the link's transports reaches that memory.
         LLMException: What the flight was cut off with.
     """
-    if not plan.nbytes:
+    if not destination.nbytes:
         return
-    if peer.one_sided:
-        _check_words(peer, words, deadline, flight, begun=False)
-    progress = _read(peer, plan, deadline, flight)
+    way, plan = _choose(peer, wanted, destination)
+    by_address = way.by_address
+    if by_address is not None:
+        _check_word(by_address, wanted.word, deadline, begun=False)
+    completion = way.channel.read(plan)
+    flight.on_cut(completion.cancel)
+    try:
+        progress = completion.wait(deadline=deadline)
+    finally:
+        flight.on_cut(None)
     fault = progress.fault
     if fault is None:
-        if peer.one_sided:
-            _check_words(peer, words, deadline, flight, begun=True)
+        if by_address is not None:
+            _check_word(by_address, wanted.word, deadline, begun=True)
         peer.count_in(progress.nbytes)
         return
+    flight.check()
     if fault.kind is FaultKind.REFUSED and fault.code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
         raise Stale(fault.text, begun=progress.nbytes > 0)
-    if fault.kind is FaultKind.SOURCE and peer.one_sided:
-        _check_words(peer, words, deadline, flight, begun=True)
+    if fault.kind is FaultKind.SOURCE and by_address is not None:
+        _check_word(by_address, wanted.word, deadline, begun=True)
     raise MoveError(fault, progress.nbytes)
 
 
-def _read(peer: Peer, plan: Segments, deadline: float, flight: Flight) -> Progress:
-    completion = peer.channel.read(plan)
-    with flight.cancelling(completion.cancel):
-        progress = completion.wait(deadline=deadline)
-    if progress.fault is not None:
-        flight.check()
-    return progress
+def _choose(peer: Peer, wanted: Wanted, destination: Extents) -> tuple[Way, Segments]:
+    way = peer.ways[0]
+    if peer.by_address:
+        source = wanted.part.extents(wanted.cache.addresses)
+        whole = len(peer.ways) == 1 and not way.caps.partial
+        found = way if whole else way_for(peer.ways, source, wanted.cache.token)
+        if found is None:
+            raise ParamInvalidError(
+                f"cache {wanted.cache.cache_id} of the peer is not in memory that {peer.transport} reaches; have it "
+                "allocated there (allocate_cache, allocate_blocks_cache), or leave transfer_backend at 'auto'"
+            )
+        way = found
+        if way.caps.one_sided:
+            return way, Segments(source, destination)
+    selector = codec.selector(wanted.part, wanted.cache.cache_id, wanted.generation, wanted.lease)
+    return way, Segments(selector, destination)
 
 
-def _words_at(addresses: Sequence[int]) -> Extents:
-    """One word at each address. Twice in every pull, so without the merging of ``Extents.of``."""
-    return Extents(np.array(addresses, dtype=np.uint64), _AT_START, _WORD_NBYTES, _WORD_NBYTES, 8)
-
-
-def _check_words(
-    peer: Peer, words: Sequence[GenerationWord], deadline: float, flight: Flight, *, begun: bool
-) -> None:
-    found = np.zeros(len(words), dtype=np.uint64)
-    here = found.ctypes.data
-    source = _words_at([word.address for word in words])
-    destination = _words_at(range(here, here + 8 * len(words), 8))
-    progress = _read(peer, Segments(source, destination), deadline, flight)
-    if progress.fault is not None:
-        raise MoveError(progress.fault, 0)
-    for word, value in zip(words, found.tolist(), strict=True):
-        if value != word.value:
-            when = "while it was being read" if begun else "before it was read"
-            raise Stale(f"its owner withdrew it {when}", begun=begun)
+def _check_word(channel: OneSidedChannel, word: GenerationWord, deadline: float, *, begun: bool) -> None:
+    found = channel.read_word(word.address, deadline=deadline)
+    if isinstance(found, Fault):
+        raise MoveError(found, 0)
+    if found != word.value:
+        when = "while it was being read" if begun else "before it was read"
+        raise Stale(f"its owner withdrew it {when}", begun=begun)

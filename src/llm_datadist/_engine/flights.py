@@ -62,14 +62,13 @@ class Flight:
         try:
             yield
         finally:
-            with self._lock:
-                self._cancel = None
+            self.on_cut(None)
 
-    def on_cut(self, cancel: Callable[[str], None]) -> None:
-        """From now on a cut calls ``cancel`` with its reason; at once if it was cut before."""
+    def on_cut(self, cancel: Callable[[str], None] | None) -> None:
+        """From now on a cut calls ``cancel`` with its reason, at once if it was cut before; None: nothing."""
         with self._lock:
             self._cancel = cancel
-        if self.error is not None:
+        if self.error is not None and cancel is not None:
             cancel(str(self.error))
 
     def cut(self, error: LLMException) -> None:

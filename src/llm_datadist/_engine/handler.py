@@ -19,6 +19,7 @@ from llm_datadist._engine.notifications import Notifications
 from llm_datadist._engine.receiver import Receiver
 from llm_datadist._engine.responder import Responder
 from llm_datadist._engine.state import Peer, State, describe, peer_of
+from llm_datadist._engine.ways import Way
 from llm_datadist._link.link import Link
 from llm_datadist._link.seam import Address, DataSocket, Prepared, Unusable
 from llm_datadist._wire.framing import Frame, ProtocolError
@@ -45,7 +46,6 @@ from llm_datadist._wire.messages import (
 )
 from llm_datadist.status import LinkFailedError, LLMStatusCode
 from llm_datadist.transports.seam import (
-    Channel,
     PeerEndpoint,
     StreamTransport,
     Transport,
@@ -64,6 +64,7 @@ class Handler:
         self,
         state: State,
         transports: Mapping[str, Transport],
+        missing: Mapping[str, str],
         stream: StreamTransport,
         catalog: Catalog,
         responder: Responder,
@@ -74,6 +75,7 @@ class Handler:
     ) -> None:
         self._state = state
         self._transports = transports
+        self._missing = missing
         self._stream = stream
         self._catalog = catalog
         self._responder = responder
@@ -99,8 +101,8 @@ class Handler:
                 peer.cluster_id, peer.endpoints[name], link_token, dialled, ask_for_connections
             )
 
-        choice, channel = self._probe(peer, endpoint)
-        if not choice.name:
+        choice, ways = self._probe(peer, endpoint)
+        if not choice.names:
             reasons = "; ".join(choice.reasons)
             text = f"no transport reads cluster {peer.cluster_id} from cluster {self._state.cluster_id}: {reasons}"
             return Unusable(LLMStatusCode.LLM_LINK_FAILED, text)
@@ -108,35 +110,41 @@ class Handler:
         if self._stream.name in self._transports and self._stream.name in peer.endpoints:
             # Rights are per direction: the peer may need connections where we do not.
             serving = self._stream.open(endpoint(self._stream.name), deadline=time.monotonic() + _PROBE_S)
-        if channel is None:
-            channel = serving
-        if channel is None:
-            return Unusable(LLMStatusCode.LLM_LINK_FAILED, f"transport {choice.name} has no channel")
-        caps = self._transports[choice.name].caps
-        return Prepared(choice.name, Peer(channel, choice.name, caps.one_sided, choice.reasons, serving))
+            if self._stream.name in choice.names:
+                ways.append(Way(self._stream.name, self._stream.caps, serving))
+        return Prepared(choice.names, Peer(tuple(ways), choice.reasons, serving))
 
-    def _probe(
-        self, peer: Identity, endpoint: Callable[[str], PeerEndpoint]
-    ) -> tuple[Choice, Channel | None]:
-        """The best transport that works, with its channel; the stream transport's is opened in any case, later."""
-        backend, names = self._state.options.backend, tuple(self._transports)
+    def _probe(self, peer: Identity, endpoint: Callable[[str], PeerEndpoint]) -> tuple[Choice, list[Way]]:
+        """The best transports that work; the stream transport's channel is opened in any case, later."""
+        backend, transports = self._state.options.backend, self._transports
         refusals: dict[str, str] = {}
-        channel: Channel | None = None
-        for name in candidates(names, backend, peer.backend):
+        ways: list[Way] = []
+        for name in candidates(tuple(transports), backend, peer.backend):
             if name not in peer.endpoints:
                 continue
             if name == self._stream.name:
                 break
+            caps = transports[name].caps
             try:
-                channel = self._transports[name].open(endpoint(name), deadline=time.monotonic() + _PROBE_S)
+                channel = transports[name].open(endpoint(name), deadline=time.monotonic() + _PROBE_S)
             except TransportUnavailable as exc:
                 refusals[name] = str(exc)
-            else:
+                continue
+            ways.append(Way(name, caps, channel))
+            if not caps.partial:
                 break
-        choice = choose(names, peer.endpoints, backend, peer.backend, refusals)
-        if refusals and choice.name:
-            _LOG.info("cluster %d is read by %s: %s", peer.cluster_id, choice.name, "; ".join(choice.reasons))
-        return choice, channel
+        refused = {**self._missing, **refusals}
+        partial = [name for name, caps in self._state.caps.items() if caps.partial]
+        names = (*transports, *self._missing)
+        choice = choose(names, peer.endpoints, backend, peer.backend, refused, partial)
+        if refusals and choice.names:
+            _LOG.info(
+                "cluster %d is read by %s: %s",
+                peer.cluster_id,
+                "+".join(choice.names),
+                "; ".join(choice.reasons),
+            )
+        return choice, ways
 
     def discard(self, prepared: Prepared) -> None:
         """The handshake failed."""
@@ -234,7 +242,7 @@ class Handler:
     def _announced(self, link: Link, frame: Frame, message: Announce) -> None:
         if not self._state.accessible:
             raise ProtocolError("a cache table was announced to a cluster in managed mode")
-        by_address = peer_of(link).one_sided
+        by_address = peer_of(link).by_address
         caches = [
             codec.remote_cache(entry, codec.attachment(frame, at), by_address=by_address)
             for at, entry in enumerate(message.entries)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+import msgspec
 
 from llm_datadist._core import planning
 from llm_datadist._core.layout import CacheSlice
 from llm_datadist._core.registry import GenerationWord, KeyName, Record, request_name
 from llm_datadist._core.remote_table import RemoteCache
 from llm_datadist._core.requests import PullBlocks, PullCache
-from llm_datadist._core.segments import Segments
 from llm_datadist._engine import codec
-from llm_datadist._engine.executor import MoveError, Stale, move
+from llm_datadist._engine.executor import MoveError, Stale, Wanted, move
 from llm_datadist._engine.failures import Context
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.notifications import Notifications
@@ -32,8 +33,7 @@ from llm_datadist.status import CacheNotExistError, LLMException, LLMStatusCode,
 _PROBE_S = 0.1  # for the answer of a peer that is alive and has withdrawn something
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(msgspec.Struct, frozen=True):
     """Where a pull reads.
 
     Attributes:
@@ -74,26 +74,21 @@ class Initiator:
 
     def run(self, request: PullCache | PullBlocks, record: Record, flight: Flight, started: float) -> None:
         """Moves the bytes, then tells the peer, and ends the flight; its time began at ``started``."""
-        deadline = started + self._state.timeout_s
-        context = Context(
-            f"pull of {request.key!r} into cache {record.cache_id}",
-            flight.link, started, LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
-        )  # fmt: skip
-        pull = _Pull(self._state, request, record, flight, context, deadline)
+        pull = _Pull(self._state, request, record, flight, started, started + self._state.timeout_s)
         flight.run_here()
         try:
             flight.check()
             pull.run()
             if request.notice is not None:
-                after = replace(
-                    context, what=f"notification after the {context.what}, whose data is complete"
+                what = f"notification after the {pull.context.what}, whose data is complete"
+                self._notifications.deliver(
+                    flight, replace(pull.context, what=what), request.notice, pull.deadline
                 )
-                self._notifications.deliver(flight, after, request.notice, deadline)
         except (Stale, MoveError, LinkLost, TimeoutError, ProtocolError) as exc:
             flight.check()
             if isinstance(exc, Stale):
-                self._check_link(context)
-            raise context.failure(exc) from exc.__cause__
+                self._check_link(pull.context)
+            raise pull.context.failure(exc) from exc.__cause__
         finally:
             self._state.flights.end(flight)
 
@@ -118,7 +113,7 @@ class Initiator:
             ParamInvalidError: A rule of the caller's side.
         """
         state = self._state
-        with state.condition:
+        with state.lock:
             state.check_open()
             record = state.record_of(request.cache)
         if isinstance(request, PullCache):
@@ -141,7 +136,7 @@ class Initiator:
             CacheNotExistError: The local cache has gone meanwhile.
         """
         state = self._state
-        with state.condition:
+        with state.lock:
             state.check_open()
             state.check_admitting()
             link = state.link_to(request.key.cluster_id)
@@ -149,16 +144,22 @@ class Initiator:
             return state.flights.begin(Flight(link, (record.cache_id,)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Pull:
+class _Pull(msgspec.Struct, frozen=True):
     """One pull under way."""
 
     state: State
     request: PullCache | PullBlocks
     record: Record
     flight: Flight
-    context: Context
+    started: float
     deadline: float
+
+    @property
+    def context(self) -> Context:
+        return Context(
+            f"pull of {self.request.key!r} into cache {self.record.cache_id}",
+            self.link, self.started, LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
+        )  # fmt: skip
 
     @property
     def link(self) -> Link:
@@ -182,7 +183,7 @@ class _Pull:
 
     def _run_accessible(self) -> None:
         name = request_name(self.request.key)
-        with self.state.condition:
+        with self.state.lock:
             found = peer_of(self.link).table.find(name)
         if found is None:
             self._move(self._lookup(name))
@@ -238,7 +239,7 @@ class _Pull:
         return frame
 
     def _cache_in(self, entry: CacheEntry, frame: Frame) -> RemoteCache:
-        return codec.remote_cache(entry, codec.attachment(frame, 0), by_address=peer_of(self.link).one_sided)
+        return codec.remote_cache(entry, codec.attachment(frame, 0), by_address=peer_of(self.link).by_address)
 
     def _odd(self, message: object) -> LLMException:
         return self.context.lost(f"unexpected answer {type(message).__name__}")
@@ -257,22 +258,10 @@ class _Pull:
             src, dst = self._plan(source)
         except ParamInvalidError as exc:
             raise self.context.invalid(exc) from None
-        peer = peer_of(self.link)
-        cache = source.cache
         destination = dst.extents(self.record.addresses)
-        check_apart(self.state, self.link, cache.cache_id, src, destination)
-        where = (
-            src.extents(cache.addresses)
-            if peer.one_sided
-            else codec.selector(src, cache.cache_id, source.word, source.lease)
-        )
-        move(
-            peer,
-            Segments(where, destination),
-            (source.word,),
-            self.deadline,
-            self.flight,
-        )
+        check_apart(self.state, self.link, source.cache.cache_id, src, destination)
+        wanted = Wanted(source.cache, src, source.word, source.word, source.lease)
+        move(peer_of(self.link), wanted, destination, self.deadline, self.flight)
         return src
 
     def _plan(self, source: Source) -> tuple[CacheSlice, CacheSlice]:

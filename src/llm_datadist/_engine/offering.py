@@ -95,11 +95,11 @@ class Offering:
 
     def _post(self) -> None:
         terms, record = self._terms, self._record
-        by_address = self._state.peer_reads_by_address(self._link)
+        source, addresses = self._state.shown_to(self._link, record)
         offer = Offer(
             id=self._offer_id,
             kind=terms.kind,
-            source=codec.entry_of(record),
+            source=source,
             source_batch=terms.source_batch,
             target=codec.key_ref(*terms.target) if terms.target else None,
             src_layers=codec.layers_pair(terms.layers.src),
@@ -109,11 +109,6 @@ class Offering:
             part_tensors=terms.part_tensors,
             notify=(terms.notice.name, terms.notice.message) if terms.notice else None,
         )
-        arrays = (
-            record.addresses if by_address else _no_numbers(),
-            terms.src_blocks,
-            terms.dst_blocks,
-            terms.addresses,
-        )
+        arrays = (terms.src_blocks, terms.dst_blocks, terms.addresses)
         self._posted = True
-        self._link.post(offer, [codec.raw(a) for a in arrays])
+        self._link.post(offer, [addresses, *(codec.raw(a) for a in arrays)])

@@ -20,15 +20,15 @@ from llm_datadist._core.layout import CacheSlice
 from llm_datadist._core.registry import KeyName, Record
 from llm_datadist._core.remote_table import RemoteCache
 from llm_datadist._core.requests import Layers
-from llm_datadist._core.segments import U64, Segments
+from llm_datadist._core.segments import U64
 from llm_datadist._engine import codec
-from llm_datadist._engine.executor import MoveError, Stale, move
+from llm_datadist._engine.executor import MoveError, Stale, Wanted, move
 from llm_datadist._engine.failures import Context
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.notifications import Notifications
 from llm_datadist._engine.overlapping import check_apart
 from llm_datadist._engine.responder import check_accessible, describe_name
-from llm_datadist._engine.state import Peer, State, describe, peer_of, tell
+from llm_datadist._engine.state import State, describe, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._wire.framing import Frame, ProtocolError
 from llm_datadist._wire.messages import Done, EndOffer, Offer, PartReady
@@ -97,7 +97,7 @@ class Receiver:
             raise ProtocolError(f"more than {_MAX_OFFERS} open offers")
         src_blocks, dst_blocks, addresses = (codec.u64(codec.attachment(frame, at)) for at in range(1, 4))
         source = codec.remote_cache(
-            message.source, codec.attachment(frame, 0), by_address=peer_of(link).one_sided
+            message.source, codec.attachment(frame, 0), by_address=peer_of(link).by_address
         )
         if message.part_tensors < 1 or message.kind not in ("cache", "blocks", "layers"):
             raise ProtocolError(
@@ -226,18 +226,16 @@ class Receiver:
         deadline: float,
         flight: Flight,
     ) -> None:
-        peer: Peer = peer_of(offer.link)
         destination = target.extents(bases)
         check_apart(self._state, offer.link, offer.source.cache_id, source, destination)
         lease = codec.word_of(message.lease)
-        if not peer.one_sided:
-            chosen = codec.selector(
-                source, offer.source.cache_id, offer.source.word, (message.lease_id, lease)
-            )
-            move(peer, Segments(chosen, destination), (), deadline, flight)
-            return
-        where = source.extents(offer.source.addresses)
-        move(peer, Segments(where, destination), (lease,), deadline, flight)
+        move(
+            peer_of(offer.link),
+            Wanted(offer.source, source, lease, offer.source.word, (message.lease_id, lease)),
+            destination,
+            deadline,
+            flight,
+        )
 
     # ---- planning (workers) ----------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from llm_datadist._core.registry import KeyName, Record
 from llm_datadist._core.segments import Extents
 from llm_datadist._engine import codec
 from llm_datadist._engine.allocating import Allocator
-from llm_datadist._engine.catalog import Catalog
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.state import State, peer_of, tell
 from llm_datadist._link.link import Link
@@ -28,9 +27,8 @@ _LONGEST_LEASE_S = 24 * 3600.0  # a peer names its own time-out (int32 ms); nobo
 class Responder:
     """Answers peers that read us. Implements ``transports.seam.ReadSource``."""
 
-    def __init__(self, state: State, catalog: Catalog, allocator: Allocator) -> None:
+    def __init__(self, state: State, allocator: Allocator) -> None:
         self._state = state
-        self._catalog = catalog
         self._allocator = allocator
 
     # ---- messages -----------------------------------------------------------------------------------------
@@ -56,14 +54,15 @@ class Responder:
         except LLMException as exc:
             tell(link, Done(id=message.id, code=exc.status_code, text=str(exc)))
             return
+        entry, addresses = state.shown_to(link, record)
         grant = Grant(
             id=message.id,
             lease_id=lease.lease_id,
             lease=codec.word_message(lease.word),
-            entry=codec.entry_of(record),
+            entry=entry,
             batch_index=batch,
         )
-        tell(link, grant, self._catalog.addresses_for(link, record))
+        tell(link, grant, addresses)
 
     def release(self, link: Link, message: Release) -> None:
         """The reader is done."""
@@ -90,15 +89,11 @@ class Responder:
                     raise ParamInvalidError("this cluster is in managed mode; it has no table for peers")
                 record, batch = self._find(name)
                 check_accessible(record)
-                entry = codec.entry_of(record, state.registry.binding_of(name))
+                entry, addresses = state.shown_to(link, record, state.registry.binding_of(name))
         except LLMException as exc:
             tell(link, Done(id=message.id, code=exc.status_code, text=str(exc)))
             return
-        tell(
-            link,
-            Found(id=message.id, entry=entry, batch_index=batch),
-            self._catalog.addresses_for(link, record),
-        )
+        tell(link, Found(id=message.id, entry=entry, batch_index=batch), addresses)
 
     def _find(self, name: KeyName) -> tuple[Record, int]:
         found = self._state.registry.find(name)

@@ -10,20 +10,23 @@ import contextlib
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from llm_datadist._core.leases import Leases
 from llm_datadist._core.options import Options
-from llm_datadist._core.registry import GenerationWord, Record, Registry
+from llm_datadist._core.registry import GenerationWord, KeyName, Record, Registry
 from llm_datadist._core.remote_table import RemoteTable
+from llm_datadist._engine import codec
 from llm_datadist._engine.flights import Flights
 from llm_datadist._engine.pools import Pools
+from llm_datadist._engine.regions import Regions
+from llm_datadist._engine.ways import Way
 from llm_datadist._engine.workers import Workers
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._link.service import LinkService
 from llm_datadist._wire.framing import Buffer
-from llm_datadist._wire.messages import Message
+from llm_datadist._wire.messages import CacheEntry, Message
 from llm_datadist.caches import Cache
 from llm_datadist.devices.slab import Slab
 from llm_datadist.status import (
@@ -33,7 +36,7 @@ from llm_datadist.status import (
     LLMException,
     NotLinkedError,
 )
-from llm_datadist.transports.seam import Channel, StreamChannel, TransportCaps
+from llm_datadist.transports.seam import StreamChannel, TransportCaps
 
 _GRACE = 0.1  # of sync_kv_timeout: a call may take its time and a fifth
 
@@ -42,9 +45,7 @@ _GRACE = 0.1  # of sync_kv_timeout: a call may take its time and a fifth
 class Peer:
     """What the engine keeps for one link (``Link.context``)."""
 
-    channel: Channel
-    transport: str
-    one_sided: bool
+    ways: tuple[Way, ...]
     reasons: tuple[str, ...]
     serving: StreamChannel | None = (
         None  # on which the peer may read us by connections, whatever we read it by
@@ -68,9 +69,20 @@ class Peer:
         with self._counting:
             self.bytes_out += max(0, nbytes)
 
+    @property
+    def transport(self) -> str:
+        """The names of its ways."""
+        return "+".join(way.name for way in self.ways)
+
+    @property
+    def by_address(self) -> bool:
+        """Whether some of it is read by address, so that we need addresses."""
+        return self.ways[0].caps.one_sided
+
     def close(self) -> None:
         """Cancels what runs on its channels."""
-        self.channel.close()
+        for way in self.ways:
+            way.channel.close()
         if self.serving is not None:
             self.serving.close()
 
@@ -106,13 +118,15 @@ class State:
         self.options = options
         self.accessible = options.accessible
         self.caps = caps
-        self.condition = threading.Condition(threading.Lock())
+        self.lock = threading.Lock()
+        self.condition = threading.Condition(self.lock)  # the same lock, to wait for a change under it
         self.slab = Slab()
         self.registry = Registry(self.new_word, self.clear_word)
         self.leases = Leases(self.new_word, self.clear_word)
         self.flights = Flights(self.condition)
         self.workers = Workers("llm-datadist-worker")
         self.pools = Pools(options.pools)
+        self.regions = Regions()
         self.links: LinkService
         self.find_sibling: Callable[[bytes], State | None] = (
             _no_sibling  # by instance: an engine of this process
@@ -194,7 +208,17 @@ class State:
             raise NotLinkedError(f"the link to {describe(link)} is being unlinked; call link_clusters again")
         return link
 
-    def peer_reads_by_address(self, link: Link) -> bool:
-        """Whether the peer reads our memory by address, so that it needs addresses."""
-        caps = self.caps.get(link.peer_reads_by)
-        return caps is not None and caps.one_sided
+    def shown_to(
+        self, link: Link, record: Record, bindings: Iterable[tuple[KeyName, int, GenerationWord]] = ()
+    ) -> tuple[CacheEntry, Buffer]:
+        """A cache of ours as a peer gets it: its entry, and its addresses if the peer reads by address.
+
+        Args:
+            link: To the peer.
+            record: The cache.
+            bindings: Keys that find it (``Registry.bindings_of``).
+        """
+        by = link.peer_reads_by
+        token = self.regions.token(record.cache_id, by)
+        by_address = any(caps.one_sided for name, caps in self.caps.items() if name in by)
+        return codec.entry_of(record, bindings, token), codec.raw(record.addresses) if by_address else b""

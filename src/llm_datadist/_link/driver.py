@@ -40,7 +40,7 @@ class _Handshake:
     prepared: Prepared
     token: bytes
     wanted: _Wanted
-    peer_reads_by: str = ""
+    peer_reads_by: tuple[str, ...] = ()
 
 
 class LinkDriver:

@@ -132,8 +132,8 @@ class Link:
         dialled: Whether this side has asked for this link (it may have been made by the peer's dial).
         is_self: Both ends are in this process.
         accepted: This side was dialled. The accepted end of a link to myself is in no table.
-        peer_reads_by: The transport with which the peer reads us.
-        reads_by: The transport with which we read the peer.
+        peer_reads_by: The transports with which the peer reads us.
+        reads_by: The transports with which we read the peer.
         context: The engine's own (``Prepared.context``).
         since: ``time.time()`` at which it came up.
     """
@@ -147,8 +147,8 @@ class Link:
         address: str,
         dialled_address: Address | None,
         is_self: bool,
-        reads_by: str,
-        peer_reads_by: str,
+        reads_by: tuple[str, ...],
+        peer_reads_by: tuple[str, ...],
         context: object,
         since: float,
     ) -> None:

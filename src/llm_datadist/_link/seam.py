@@ -43,11 +43,11 @@ class Prepared:
     """The engine can read that peer.
 
     Attributes:
-        reads_by: Name of the transport chosen.
+        reads_by: Names of the transports chosen, best first.
         context: The engine's own, kept at ``Link.context``.
     """
 
-    reads_by: str
+    reads_by: tuple[str, ...]
     context: object
 
 

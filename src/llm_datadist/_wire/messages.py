@@ -50,17 +50,17 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """The dialled side accepts. ``reads_by``: the transport with which it will read the dialler."""
+    """The dialled side accepts. ``reads_by``: the transports with which it will read the dialler."""
 
     identity: Identity
     link_token: bytes
-    reads_by: str
+    reads_by: tuple[str, ...]
 
 
 class Confirm(Message, frozen=True, kw_only=True):
     """The dialler has probed as well."""
 
-    reads_by: str
+    reads_by: tuple[str, ...]
 
 
 class Established(Message, frozen=True, kw_only=True):
@@ -170,6 +170,7 @@ class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
     stride_nbytes: int
     word: Word
     keys: tuple[KeyRef, ...] = ()
+    token: bytes = b""
 
 
 class Resolve(Message, frozen=True, kw_only=True):

@@ -188,12 +188,12 @@ class Session:
         out, self._out = self._out, []
         return out
 
-    def welcome(self, token: bytes, reads_by: str) -> None:
+    def welcome(self, token: bytes, reads_by: tuple[str, ...]) -> None:
         """Acceptor: the peer is fine."""
         self._move(State.CHECKING, State.AWAIT_CONFIRM)
         self._out += encode(m.Welcome(identity=self._mine, link_token=token, reads_by=reads_by))
 
-    def confirm(self, reads_by: str) -> None:
+    def confirm(self, reads_by: tuple[str, ...]) -> None:
         """Dialler: the peer is fine."""
         self._move(State.PREPARING, State.AWAIT_ESTABLISHED)
         self._out += encode(m.Confirm(reads_by=reads_by))

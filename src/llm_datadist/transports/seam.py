@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Protocol
 
-from llm_datadist._core.segments import Extents, Segments
+import msgspec
+
+from llm_datadist._core.segments import U64, Extents, Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +28,12 @@ class TransportCaps:
 
     one_sided: bool  # reads by address; the owner's Python is not needed
     same_host_only: bool
-    needs_registration: bool = False
-    max_segments: int = 1024
-    cancellable: bool = True
+    partial: bool = False  # reads only some of the peer's memory: its channels are PartialChannel
+    needs_registration: bool = False  # both ends tell it of memory before it moves: RegisteringTransport
+    best_below_nbytes: int | None = (
+        None  # mean bytes of a run from which a one-sided way that is not partial is as fast
+    )
+    cancellable: bool = True  # else ``wait`` may outlast its deadline until the engine below lets go
 
 
 class FaultKind(Enum):
@@ -43,8 +48,7 @@ class FaultKind(Enum):
     CHANNEL = "channel"  # anything else that the system reported
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(msgspec.Struct, frozen=True):
     """One reason, in words for the user and as a kind for the engine."""
 
     kind: FaultKind
@@ -53,8 +57,7 @@ class Fault:
     cause: BaseException | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """The end of a read: bytes that arrived (all of them when ``fault`` is None)."""
 
     nbytes: int
@@ -63,6 +66,10 @@ class Progress:
 
 class TransportUnavailable(Exception):  # noqa: N818 - a probe's answer, not an error of the caller
     """Raised by ``Transport.open``: this transport cannot reach that peer; the text says why."""
+
+
+class RegistrationRefused(Exception):  # noqa: N818 - an answer, not an error of the caller
+    """Raised by ``RegisteringTransport.register``; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,50 @@ class Channel(Protocol):
         """Cancels what runs and frees what the channel holds. Never blocks; idempotent."""
 
 
+class OneSidedChannel(Channel, Protocol):
+    """A channel that reads by address."""
+
+    def read_word(self, address: int, *, deadline: float) -> int | Fault:
+        """One aligned little-endian uint64 of the peer, read in one piece, after all earlier calls.
+
+        What tells whether memory is still what it was: a reader looks at the word before its first byte
+        and after its last one. Within a read that is under way only its caller asks.
+        """
+
+
+class PartialChannel(OneSidedChannel, Protocol):
+    """A channel to some of the peer's memory. Words of its slab are always within reach."""
+
+    def covers(self, source: Extents) -> bool:
+        """Whether every byte of ``source`` is within reach. Does no I/O."""
+
+
+class RegisteringChannel(PartialChannel, Protocol):
+    """A channel to memory that its owner has registered with the same transport."""
+
+    def admit(self, token: bytes) -> None:
+        """Brings the regions of a token (of the peer's ``RegisteringTransport.register``) within reach.
+
+        Called before ``covers`` for every transfer, so a token that is known already costs nothing. One
+        that is no good is left out: ``covers`` then says no.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory of one cache.
+
+    Attributes:
+        bases: (T,) uint64, address of each tensor.
+        nbytes: Bytes of each tensor.
+        memory: What kind of memory it is, in the words of ``devices`` ("host").
+    """
+
+    bases: U64
+    nbytes: int
+    memory: str = "host"
+
+
 class Transport(Protocol):
     """A data mover of one engine."""
 
@@ -122,6 +173,20 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Ends all channels, threads and descriptors. Idempotent."""
+
+
+class RegisteringTransport(Transport, Protocol):
+    """A transport that must know memory before it moves there or from there."""
+
+    def register(self, region: Region) -> bytes:
+        """Makes memory of ours known, as a destination and for peers; the token is for their ``admit``.
+
+        Raises:
+            RegistrationRefused: It cannot work with that memory; transfers of it go another way.
+        """
+
+    def unregister(self, token: bytes) -> None:
+        """Forgets a region; peers that read it afterwards fail. An unknown token is fine."""
 
 
 class Serving(Protocol):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,6 +17,7 @@ from llm_datadist.status import ParamInvalidError
 from tests.support.streams import addresses_of
 
 
+@pytest.mark.rule("2.15", "2.16")
 @pytest.mark.parametrize(
     ("shape", "kind", "stride"),
     [([5], DataType.DT_INT8, 1), ([4, 2, 3], DataType.DT_FLOAT16, 12), ((3, 7), DataType.DT_STRING, 112)],
@@ -27,6 +28,7 @@ def test_stride_is_tensor_bytes_by_dim_0(shape: Any, kind: DataType, stride: int
     assert layout.tensor_nbytes == shape[0] * stride
 
 
+@pytest.mark.rule("2.8")
 @pytest.mark.parametrize("shape", [[0, 4], [4, -1], [2**62, 2], [2**33, 2**31]])
 def test_a_shape_that_no_tensor_has(shape: list[int]) -> None:
     with pytest.raises(ParamInvalidError):
@@ -35,7 +37,7 @@ def test_a_shape_that_no_tensor_has(shape: list[int]) -> None:
 
 def slice_of(**changes: Any) -> CacheSlice:
     part = CacheSlice(1, 2, np.array([3, 0], dtype=np.uint64), 8, 12)
-    return dataclasses.replace(part, **changes)
+    return msgspec.structs.replace(part, **changes)
 
 
 LAYOUT = Layout(3, 4, 8)
@@ -57,6 +59,7 @@ def test_a_slice_within_the_cache_is_fine(row: int) -> None:
     check_slice(slice_of(row_nbytes=row), LAYOUT, unit_nbytes=8)
 
 
+@pytest.mark.rule("4.113")
 @pytest.mark.parametrize(
     "changes",
     [

@@ -15,6 +15,7 @@ def notify(number: int) -> Notify:
     return Notify(1, f"n{number}", b"")
 
 
+@pytest.mark.rule("4.101")
 def test_the_contracts_limits() -> None:
     assert (MAX_NOTIFY_NBYTES, QUEUE_CAPACITY) == (65536, 4096)
 
@@ -24,6 +25,7 @@ def test_what_fits(name: str, message: bytes) -> None:
     assert checked_notice("name", name, "message", message) == Notice(name, message)
 
 
+@pytest.mark.rule("4.99")
 @pytest.mark.parametrize(
     ("name", "message", "error", "text"),
     [

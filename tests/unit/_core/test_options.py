@@ -17,6 +17,7 @@ def parsed(**others: str) -> Options:
     return parse_options({**ON, **{"llm." + key: text for key, text in others.items()}})
 
 
+@pytest.mark.rule("3.25", "3.28", "3.34", "3.40", "3.49", "3.61", "3.62", "3.66", "3.67")
 def test_defaults() -> None:
     assert parsed() == Options(
         sync_kv_timeout_ms=1000,
@@ -36,6 +37,7 @@ def test_defaults() -> None:
     )
 
 
+@pytest.mark.rule("3.49", "3.59", "3.61", "3.62", "3.65")
 def test_values_arrive() -> None:
     options = parsed(
         SyncKvCacheWaitTime="250",
@@ -56,6 +58,7 @@ def test_values_arrive() -> None:
     )
 
 
+@pytest.mark.rule("3.29")
 @pytest.mark.parametrize(
     ("text", "address"),
     [
@@ -152,6 +155,7 @@ BAD = [
 ]
 
 
+@pytest.mark.rule("3.24", "3.37", "3.44", "3.45", "3.47", "3.50", "3.56", "3.59", "3.60", "3.71", "3.72")
 @pytest.mark.parametrize(("key", "text"), BAD, ids=lambda value: repr(value)[:40])
 def test_e4_n2_bad_text_is_refused_naming_key_value_and_rule(key: str, text: str) -> None:
     given = {**ON, key: text}
@@ -167,6 +171,7 @@ def test_e4_n2_bad_text_is_refused_naming_key_value_and_rule(key: str, text: str
     assert given == before
 
 
+@pytest.mark.rule("3.47")
 @pytest.mark.parametrize("number", ["65535", "0"])
 def test_good_ends_are_taken(number: str) -> None:
     assert parsed(listenIpInfo=f"h:{number}").listen == ("h", int(number))
@@ -190,6 +195,7 @@ def test_keys_and_values_must_be_text(options: Any) -> None:
     assert "s3cret" not in str(caught.value)
 
 
+@pytest.mark.rule("3.73")
 def test_unknown_keys() -> None:
     options = {**ON, "llm.Later": "1", "llm.Other": "", "ge.x": "1", "else": "2"}
     assert parse_options(options).unknown == ("llm.Later", "llm.Other")
@@ -208,6 +214,7 @@ LATER = {
 }
 
 
+@pytest.mark.rule("3.42", "3.43", "3.63", "3.64", "3.68", "3.69", "3.70")
 @pytest.mark.parametrize(("key", "text"), [*LATER.items(), ("llm.TransferBackend", "shm")])
 def test_an_option_of_a_later_version_is_not_silently_ignored(key: str, text: str) -> None:
     with pytest.raises(FeatureNotEnabledError, match="not in this version") as caught:
@@ -217,12 +224,14 @@ def test_an_option_of_a_later_version_is_not_silently_ignored(key: str, text: st
     assert "s3cret" not in str(caught.value)
 
 
+@pytest.mark.rule("3.60", "4.111")
 @pytest.mark.parametrize("host", ["10.0.0.1", "fe80::1%eth0", "node-7.example", "127.0.0.1"])
 def test_an_address_to_advertise(host: str) -> None:
     assert parsed(AdvertiseIp=host).advertise_ip == host
     assert parsed().advertise_ip is None
 
 
+@pytest.mark.rule("3.68", "3.69")
 def test_switched_off_later_options_are_fine() -> None:
     assert parsed(VerifyTransfers="off", RetryPolicy="off") == parsed()
 
@@ -232,6 +241,7 @@ def test_a_bad_token_is_not_shown() -> None:
         parsed(AuthToken="")
 
 
+@pytest.mark.rule("3.34", "3.35", "3.37", "3.39")
 @pytest.mark.parametrize(
     ("options", "accessible"),
     [
@@ -253,6 +263,7 @@ def test_mode(options: dict[str, str], accessible: bool) -> None:
     assert result.backend == "auto"
 
 
+@pytest.mark.rule("3.33", "3.36", "3.38", "3.39")
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -289,6 +300,7 @@ def test_heartbeats_fit_into_the_timeout(interval: str, timeout: str, used: int)
     assert (options.heartbeat_interval_ms, options.link_timeout_ms) == (used, int(timeout))
 
 
+@pytest.mark.rule("3.58")
 def test_every_option_is_a_property_and_every_key_is_named_once() -> None:
     assert all(hasattr(LLMConfig, rule.prop) for rule in RULES)
     keys = [key for rule in RULES for key in rule.keys]
@@ -296,8 +308,38 @@ def test_every_option_is_a_property_and_every_key_is_named_once() -> None:
     assert len({rule.prop for rule in RULES}) == len(RULES)
 
 
+@pytest.mark.rule("3.53")
 @pytest.mark.parametrize("text", ["1,2", "", "-1", "1.5"])
 def test_the_one_ge_option_with_a_rule_is_judged_in_a_dict_made_by_hand(text: str) -> None:
     with pytest.raises(ParamInvalidError, match=r"ge\.flowGraphMemMaxSize .* must be one number"):
         parse_options({"llm.EnableCacheManager": "1", "ge.flowGraphMemMaxSize": text})
     parse_options({"llm.EnableCacheManager": "1", "ge.flowGraphMemMaxSize": "123"})
+
+
+NO_EFFECT = {
+    "llm.EnableSwitchRole": "1",
+    "llm.deployResPath": "/x",
+    "llm.BufPoolCfg": "{}",
+    "llm.ClusterInfo": '{"a": 1}',
+    "llm.OutputMaxSize": "7",
+    "llm.MemoryUtilization": "0.5",
+    "llm.RdmaTrafficClass": "132",
+    "llm.RdmaServiceLevel": "4",
+    "llm.GlobalResourceConfig": '{"a": 1}',
+    "ge.exec.deviceId": "3",
+    "ge.session_device_id": "3",
+    "ge.somethingElse": "x",
+}
+
+
+@pytest.mark.rule("3.25", "3.45", "3.50", "3.57")
+@pytest.mark.parametrize("key", NO_EFFECT)
+def test_what_nothing_here_reads_changes_nothing(key: str) -> None:
+    """No warning either: it is known."""
+    assert parse_options({**ON, key: NO_EFFECT[key]}) == parsed()
+
+
+@pytest.mark.rule("3.41")
+@pytest.mark.parametrize("text", ["auto", "local", "tcp"])
+def test_the_transports_that_can_be_named(text: str) -> None:
+    assert parsed(TransferBackend=text) == Options(backend=text)

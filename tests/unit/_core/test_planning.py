@@ -90,6 +90,7 @@ def test_what_is_fine() -> None:
         (push_blocks, (u64(0, 1), u64(9, 9)), {}, "block 9 more than once"),
     ],
 )
+@pytest.mark.rule("5.72", "5.76")
 def test_what_is_refused(check: Any, args: tuple[Any, ...], options: dict[str, Any], words: str) -> None:
     with pytest.raises(ParamInvalidError, match=words):
         check(*args, **options)
@@ -100,6 +101,7 @@ def test_what_is_refused(check: Any, args: tuple[Any, ...], options: dict[str, A
 @pytest.mark.parametrize(
     "bad", [range(0, 4, 2), range(-1, 1), range(0, 2**70), range(2**70, 2**70 + 1)], ids=repr
 )
+@pytest.mark.rule("5.16", "5.20")
 def test_layer_ranges_are_refused_before_a_peer_is_asked(check: Any, mine_is_src: bool, bad: range) -> None:
     """On either side; a range too long for ``len`` is no OverflowError."""
     layers = Layers(bad, None) if mine_is_src else Layers(None, bad)
@@ -203,6 +205,7 @@ def test_a_layer_has_at_least_one_tensor(per_layer: int) -> None:
             planning.match_tensors(Layers(layers, layers, per_layer), 4, 4)
 
 
+@pytest.mark.rule("5.22", "5.23", "5.24", "5.25")
 def test_y3_layers_by_position() -> None:
     match = planning.match_tensors
     assert match(Layers(range(0, 4), range(10, 14)), 28, 28) == ((0, 8), (20, 8))

@@ -19,6 +19,7 @@ from llm_datadist._core.pool_config import PoolConfig, read_pool
         ({"memory_size": 70_000, "b": 1, "a": None}, PoolConfig(70_000, 16, ("a", "b"))),
     ],
 )
+@pytest.mark.rule("6.61", "6.62")
 def test_good(fields: dict[str, Any], config: PoolConfig) -> None:
     assert read_pool(fields) == config
 
@@ -37,6 +38,7 @@ def test_good(fields: dict[str, Any], config: PoolConfig) -> None:
         ],
     ],
 )
+@pytest.mark.rule("6.61", "6.62", "6.63", "6.64")
 def test_bad(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(BrokenRuleError, match=named):
         read_pool(fields)

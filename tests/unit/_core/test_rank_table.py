@@ -20,6 +20,7 @@ def entries(*servers: dict[str, Any], wanted: tuple[int, ...] = (0, 1), base_por
     return read_rank_table(rank_table(*servers), base_port, wanted)
 
 
+@pytest.mark.rule("4.62")
 def test_section_4_addresses_in_their_order() -> None:
     full = server(device(0, 0, device_ip="10.0.0.1"), device(1, 1), server_id="10.2.0.1", host_ip="10.1.0.1")
     found = entries(full)
@@ -27,6 +28,7 @@ def test_section_4_addresses_in_their_order() -> None:
     assert found[1].hosts == ("10.1.0.1", "10.2.0.1", "127.0.0.1")
 
 
+@pytest.mark.rule("4.62")
 def test_section_4_loopback_only_with_one_server_and_names_are_no_addresses() -> None:
     assert entries(server(device(0, 0), device(1, 1), server_id="node-7"))[0].hosts == ("127.0.0.1",)
     two = [server(device(r, r), server_id=f"10.0.0.{r + 1}") for r in (0, 1)]
@@ -49,6 +51,7 @@ def test_no_address_in_other_words(nothing: str | None) -> None:
     assert entries(one)[0].hosts == ("127.0.0.1",)
 
 
+@pytest.mark.rule("4.64")
 @pytest.mark.parametrize(
     ("first", "base_port", "port"),
     [
@@ -65,6 +68,7 @@ def test_section_4_ports(first: dict[str, Any], base_port: str | None, port: int
     assert entries(server(first, device(9, 1, listen_port=9)), base_port=base_port)[0].port == port
 
 
+@pytest.mark.rule("4.59", "4.60")
 def test_section_4_numbers_as_text_and_what_else_a_table_has() -> None:
     text = json.dumps(
         {
@@ -80,6 +84,7 @@ def test_section_4_numbers_as_text_and_what_else_a_table_has() -> None:
     assert sorted(read_rank_table(text, None, [0, 1])) == [0, 1]
 
 
+@pytest.mark.rule("4.65")
 def test_who_dials_whom() -> None:
     table = rank_table(server(*(device(r, r) for r in range(4))))
     comm = read_comm(30, "c", {10: 0, 20: 1, 30: 2, 40: 3}, table, None)
@@ -145,6 +150,7 @@ BAD_TABLES = [
 ]
 
 
+@pytest.mark.rule("4.61", "4.68")
 @pytest.mark.parametrize(("change", "text"), BAD_TABLES)
 def test_l3_a_bad_table_is_refused_by_its_path(change: Callable[[dict[str, Any]], None], text: str) -> None:
     table = copy.deepcopy(json.loads(rank_table(server(device(0, 0), device(1, 1)))))
@@ -169,6 +175,7 @@ def test_what_does_not_take_part_is_not_judged() -> None:
     assert sorted(entries(*servers)) == [0, 1]
 
 
+@pytest.mark.rule("4.58")
 @pytest.mark.parametrize(
     "text", ["", "{", "nonsense", "[]", "5", "null", '"x"', "[" * 100_000, '{"server_list": NaN']
 )
@@ -188,6 +195,7 @@ def test_a_bad_base_port_is_named_where_it_is_needed(text: str) -> None:
         entries(server(device(0, 0), device(1, 1)), base_port=text)
 
 
+@pytest.mark.rule("4.68")
 @pytest.mark.parametrize(
     ("first", "second", "refused"),
     [
@@ -221,6 +229,7 @@ def test_section_4_one_host_ip_is_one_address() -> None:
         entries(one)
 
 
+@pytest.mark.rule("4.54", "4.55", "4.56", "4.57")
 @pytest.mark.parametrize(
     ("name", "ranks", "text"),
     [
@@ -238,6 +247,7 @@ def test_section_4_arguments_against_each_other(name: str, ranks: dict[int, int]
         read_comm(11, name, ranks, rank_table(server(device(0, 0), device(1, 1))), None)
 
 
+@pytest.mark.rule("4.54")
 @pytest.mark.parametrize("name", ["x", "x" * 127])
 def test_names_at_the_ends_of_their_range(name: str) -> None:
     assert read_comm(11, name, RANKS, rank_table(server(device(0, 0), device(1, 1))), None).mine.rank == 0

@@ -46,6 +46,7 @@ CASES: list[tuple[Any, type[status.LLMException], Code]] = [
 ]
 
 
+@pytest.mark.rule("1.39")
 @pytest.mark.parametrize(("stopped_by", "kind", "code"), CASES, ids=lambda v: repr(v)[:40])
 def test_class_code_and_text(stopped_by: Any, kind: type[status.LLMException], code: Code) -> None:
     error = context().failure(stopped_by)
@@ -69,6 +70,7 @@ def test_every_kind_of_fault_has_its_case() -> None:
     assert {e.fault.kind for e, _, _ in CASES if isinstance(e, MoveError)} == set(FaultKind)
 
 
+@pytest.mark.rule("1.39")
 @pytest.mark.parametrize("code", [Code.LLM_WAIT_PROCESS_TIMEOUT, Code.LLM_TIMEOUT])
 def test_a_timeout_has_the_code_of_its_call_and_the_elapsed_time(code: Code) -> None:
     for error in (context(code).failure(TimeoutError()), context(code).timed_out()):

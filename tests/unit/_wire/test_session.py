@@ -57,13 +57,13 @@ def dialler() -> Session:
 
 def preparing() -> Session:
     session = dialler()
-    session.receive(wire(m.Welcome(identity=B, link_token=TOKEN, reads_by="x")), 0.0)
+    session.receive(wire(m.Welcome(identity=B, link_token=TOKEN, reads_by=("x",))), 0.0)
     return session
 
 
 def awaiting_established() -> Session:
     session = preparing()
-    session.confirm("y")
+    session.confirm(("y",))
     return session
 
 
@@ -86,13 +86,13 @@ def checking() -> Session:
 
 def awaiting_confirm() -> Session:
     session = checking()
-    session.welcome(TOKEN, "x")
+    session.welcome(TOKEN, ("x",))
     return session
 
 
 def committing() -> Session:
     session = awaiting_confirm()
-    session.receive(wire(m.Confirm(reads_by="y")), 0.0)
+    session.receive(wire(m.Confirm(reads_by=("y",))), 0.0)
     return session
 
 
@@ -118,11 +118,11 @@ MAKERS: dict[State, Callable[[], Session]] = {
 def test_the_way_of_a_dialler() -> None:
     session = dialler()
     assert said(session) == [HELLO]
-    welcome = m.Welcome(identity=B, link_token=TOKEN, reads_by="x")
+    welcome = m.Welcome(identity=B, link_token=TOKEN, reads_by=("x",))
     assert session.receive(wire(welcome), 1.0) == [s.WelcomeIn(welcome)]
     assert session.peer == B
-    session.confirm("y")
-    assert said(session) == [m.Confirm(reads_by="y")]
+    session.confirm(("y",))
+    assert said(session) == [m.Confirm(reads_by=("y",))]
     events = session.receive(wire(m.Established(), m.Unlink(id=1, time_left_ms=5)), 2.0)
     assert events[0] == s.EstablishedIn()
     assert isinstance(events[1], s.MessageIn) and events[1].frame.message == m.Unlink(id=1, time_left_ms=5)
@@ -132,9 +132,9 @@ def test_the_way_of_a_dialler() -> None:
 def test_the_way_of_an_acceptor() -> None:
     session = acceptor()
     assert session.receive(wire(HELLO), 1.0) == [s.HelloIn(HELLO)]
-    session.welcome(TOKEN, "x")
-    assert said(session) == [m.Welcome(identity=B, link_token=TOKEN, reads_by="x")]
-    assert session.receive(wire(m.Confirm(reads_by="y")), 2.0) == [s.ConfirmIn(m.Confirm(reads_by="y"))]
+    session.welcome(TOKEN, ("x",))
+    assert said(session) == [m.Welcome(identity=B, link_token=TOKEN, reads_by=("x",))]
+    assert session.receive(wire(m.Confirm(reads_by=("y",))), 2.0) == [s.ConfirmIn(m.Confirm(reads_by=("y",)))]
     session.establish(2.0)
     assert said(session) == [m.Established()]
     assert session.state is State.UP
@@ -194,7 +194,7 @@ def test_a_data_connection_of_another_version_is_a_protocol_error() -> None:
 
 @pytest.mark.parametrize("token", [b"", b"1234567", b"x" * 65])
 def test_a_token_of_another_size_is_a_protocol_error(token: bytes) -> None:
-    (event,) = dialler().receive(wire(m.Welcome(identity=B, link_token=token, reads_by="x")), 0.0)
+    (event,) = dialler().receive(wire(m.Welcome(identity=B, link_token=token, reads_by=("x",))), 0.0)
     assert isinstance(event, s.Closed) and event.error
 
 
@@ -237,6 +237,7 @@ def test_decisions_out_of_turn_are_our_own_bugs() -> None:
 # ---- time ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule("4.108")
 def test_an_unfinished_handshake_ends_after_ten_seconds() -> None:
     for state in set(MAKERS) - {State.UP}:
         session = MAKERS[state]()
@@ -251,6 +252,7 @@ def test_a_dialler_has_its_own_patience() -> None:
     assert session.get_timer() == 60.0
 
 
+@pytest.mark.rule("3.61")
 def test_heartbeats_go_out_every_interval() -> None:
     session = up_dialler()
     assert session.get_timer() == 1.0
@@ -272,6 +274,7 @@ def test_silent_after_three_intervals_of_the_peer_and_heard_again() -> None:
     assert session.receive(wire(m.Heartbeat())[:1], 1.7) == [s.LivenessIn(False)], "any byte is life"
 
 
+@pytest.mark.rule("4.87")
 def test_dead_after_the_larger_of_both_timeouts() -> None:
     session = up_dialler()
     session.on_timer(5.1)

@@ -1,0 +1,57 @@
+"""The ways to one peer's memory: the channels of a link, best first, and which of them a read takes.
+
+A way that reaches only some of the memory is passed over where it does not reach; and where the runs are so
+long that a later way that reads by address is as fast (``TransportCaps.best_below_nbytes``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from llm_datadist._core.segments import Extents
+from llm_datadist.transports.seam import (
+    Channel,
+    OneSidedChannel,
+    PartialChannel,
+    RegisteringChannel,
+    TransportCaps,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One channel of a link. What kind of channel it is, its transport's ``caps`` say."""
+
+    name: str
+    caps: TransportCaps
+    channel: Channel
+
+    @property
+    def by_address(self) -> OneSidedChannel | None:
+        """The channel, if it reads by address."""
+        return cast(OneSidedChannel, self.channel) if self.caps.one_sided else None
+
+    def reaches(self, source: Extents, token: bytes) -> bool:
+        """Whether it can read all of ``source``, memory of a cache whose owner gave ``token`` with it."""
+        if not self.caps.partial:
+            return True
+        if self.caps.needs_registration and token:
+            cast(RegisteringChannel, self.channel).admit(token)
+        return cast(PartialChannel, self.channel).covers(source)
+
+
+def way_for(ways: Sequence[Way], source: Extents, token: bytes) -> Way | None:
+    """The way to read ``source``; None if none reaches it."""
+    best: Way | None = None
+    for way in ways:
+        if best is not None and not way.caps.one_sided:
+            break
+        if not way.reaches(source, token):
+            continue
+        limit = way.caps.best_below_nbytes
+        if limit is None or source.nbytes < limit * len(source.bases) * len(source.offsets):
+            return way
+        best = best or way
+    return best
