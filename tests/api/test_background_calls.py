@@ -36,6 +36,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("method", "name", "value", "error", "text"), ROWS)
+@pytest.mark.rule("5.138")
 def test_bad_argument_is_named_and_reaches_no_engine(
     method: str, name: str, value: Any, error: type[Exception], text: str, make: Make
 ) -> None:
@@ -50,6 +51,7 @@ def test_bad_argument_is_named_and_reaches_no_engine(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("notify", [None, ("n", b"m"), ["n", b"m"]])
+@pytest.mark.rule("5.139")
 def test_the_engine_gets_the_notice(method: str, notify: Any, make: Make) -> None:
     accessible, right = RIGHT[method.removesuffix("_async")]
     dist, engine = make(EnableRemoteCacheAccessible=accessible)
@@ -61,6 +63,7 @@ def test_the_engine_gets_the_notice(method: str, notify: Any, make: Make) -> Non
 
 
 @pytest.mark.parametrize("method", CALLS)
+@pytest.mark.rule("5.138")
 def test_the_background_call_asks_for_the_same(method: str, make: Make) -> None:
     accessible, right = RIGHT[method]
     dist, engine = make(EnableRemoteCacheAccessible=accessible)
@@ -70,6 +73,7 @@ def test_the_background_call_asks_for_the_same(method: str, make: Make) -> None:
     assert str(plain) == str(background)
 
 
+@pytest.mark.rule("1.22")
 @pytest.mark.parametrize("method", [name for name in METHODS if name.endswith("_async")])
 def test_e1_state_comes_before_arguments(method: str, make: Make) -> None:
     dist, _ = make()
@@ -82,6 +86,7 @@ def test_e1_state_comes_before_arguments(method: str, make: Make) -> None:
 SEND = {"remote_cluster_id": 2, "name": "n", "message": b"m"}
 
 
+@pytest.mark.rule("4.99")
 @pytest.mark.parametrize(
     ("name", "value", "error", "text"),
     [

@@ -192,7 +192,11 @@ ROWS = [
 ]
 
 
+@pytest.mark.rule("1.23", "1.24")
 @pytest.mark.parametrize(("method", "name", "value", "error", "text"), ROWS)
+@pytest.mark.rule(
+    "1.23", "1.24", "5.15", "5.18", "5.37", "5.64", "5.66", "5.71", "5.80", "5.85", "6.2", "6.3", "6.4"
+)
 def test_bad_argument_is_named_and_reaches_no_engine(
     method: str, name: str, value: Any, error: type[Exception], text: str, make: Make
 ) -> None:
@@ -213,6 +217,7 @@ def test_right_arguments_reach_the_engine_once(method: str, make: Make) -> None:
     assert len(engine.calls) == 2
 
 
+@pytest.mark.rule("1.22")
 @pytest.mark.parametrize("method", RIGHT)
 def test_e1_state_comes_before_arguments(method: str, make: Make) -> None:
     dist, _ = make()
@@ -245,6 +250,7 @@ def test_register(make: Make) -> None:
     assert engine.calls[-1] == ("unregister", -1)
 
 
+@pytest.mark.rule("5.19")
 def test_pull_cache(make: Make) -> None:
     manager, engine = manager_of(make)
     assert manager.pull_cache(KEY, CACHE) is None
@@ -266,6 +272,7 @@ def test_pull_cache(make: Make) -> None:
         manager.pull_cache(KEY, CACHE, 0, -1, range(1))
 
 
+@pytest.mark.rule("5.35")
 def test_pull_cache_by_request_key_is_mode_a_only(make: Make) -> None:
     manager, engine = manager_of(make, EnableRemoteCacheAccessible="1")
     with pytest.raises(
@@ -313,6 +320,7 @@ def test_push_blocks(make: Make) -> None:
     assert (request.src_blocks.tolist(), request.dst_blocks.tolist()) == ([1], [2])
 
 
+@pytest.mark.rule("5.97")
 def test_transfer_hands_over_copies(make: Make) -> None:
     manager, engine = manager_of(make)
     ready, config = Ready(), TransferConfig(2, [64, 128], range(1), 1)
@@ -340,6 +348,7 @@ def test_transfer_hands_over_copies(make: Make) -> None:
     assert request.dst_block_nbytes is None
 
 
+@pytest.mark.rule("5.96")
 def test_addresses_edited_in_place_are_checked_again(make: Make) -> None:
     manager, engine = manager_of(make)
     config = TransferConfig(2, [64, 128])
@@ -349,6 +358,7 @@ def test_addresses_edited_in_place_are_checked_again(make: Make) -> None:
     assert engine.calls == [("start",)]
 
 
+@pytest.mark.rule("5.85")
 def test_transfer_by_key_in_mode_b(make: Make) -> None:
     manager, engine = manager_of(make, EnableRemoteCacheAccessible="1")
     with pytest.raises(

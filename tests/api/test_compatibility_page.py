@@ -68,6 +68,7 @@ BASE = {"llm.EnableCacheManager": "1"}
 LATER_TEXT = {"verify_transfers": "xxh3", "retry_policy": "retries=1,backoff_ms=1", "metrics_port": "0"}
 
 
+@pytest.mark.rule("4.106")
 @pytest.mark.parametrize("row", rows("Options"), ids=lambda row: row[0])
 def test_options_of_a_later_version_say_so(row: list[str]) -> None:
     prop, key = NAME.findall(row[0])[0], NAME.findall(row[1])
@@ -100,6 +101,7 @@ def test_codes_marked_never_are_the_ones_that_nothing_gives() -> None:
     assert given == codes_given() & set(table)
 
 
+@pytest.mark.rule("5.68")
 def test_what_is_not_in_this_version_is_not_there() -> None:
     """The rows go when the parts come."""
     missing = " ".join(row[0] for row in rows("Not in this version"))

@@ -44,6 +44,7 @@ def cluster(cluster_id: int | None = 2, *, local: int = 1, remote: int = 1) -> L
 # ---- construction and life ---------------------------------------------------------------------------
 
 
+@pytest.mark.rule("3.1")
 @pytest.mark.parametrize(
     ("role", "cluster_id", "error", "text"),
     [
@@ -60,6 +61,7 @@ def test_constructor_refuses(role: Any, cluster_id: Any, error: type[Exception],
         LLMDataDist(role, cluster_id)
 
 
+@pytest.mark.rule("3.1")
 def test_properties_need_no_init() -> None:
     dist = LLMDataDist(LLMRole.MIX, np.uint64(2**64 - 1))  # type: ignore[arg-type]
     assert (dist.role, dist.cluster_id, type(dist.cluster_id)) == (LLMRole.MIX, 2**64 - 1, int)
@@ -78,6 +80,7 @@ USES: list[Any] = [
 ]
 
 
+@pytest.mark.rule("1.22", "1.37", "1.38")
 @pytest.mark.parametrize("use", USES)
 def test_e1_state_is_checked_before_arguments(use: Any, make: Make) -> None:
     with pytest.raises(
@@ -92,6 +95,7 @@ def test_e1_state_is_checked_before_arguments(use: Any, make: Make) -> None:
     assert ended.value.status_code == LLMStatusCode.LLM_ENGINE_FINALIZED
 
 
+@pytest.mark.rule("3.2", "3.3", "3.4", "3.7")
 def test_init_starts_one_engine_with_parsed_options(engines: list[FakeEngine]) -> None:
     dist, options = LLMDataDist(LLMRole.PROMPT, 9), {**OPTIONS, "llm.listenIpInfo": "[::1]:7"}
     before = dict(options)
@@ -122,6 +126,7 @@ def test_init_after_finalize_is_a_new_life(engines: list[FakeEngine]) -> None:
     dist.finalize()
 
 
+@pytest.mark.rule("3.63", "4.106")
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -167,6 +172,7 @@ def test_a_failed_start_leaves_the_object_uninitialised(
         dist.finalize()
 
 
+@pytest.mark.rule("3.5")
 def test_c3_a_second_instance_needs_the_option(make: Make) -> None:
     first, _ = make()
     second = LLMDataDist(LLMRole.PROMPT, 2)
@@ -190,6 +196,7 @@ def test_an_object_that_nobody_holds_is_still_initialised(engines: list[FakeEngi
     assert engines[0].calls == [("start",), ("finalize",)]
 
 
+@pytest.mark.rule("3.4")
 def test_threads_that_init_at_once_start_one_engine(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +221,7 @@ def test_threads_that_init_at_once_start_one_engine(
     dist.finalize()
 
 
+@pytest.mark.rule("3.73")
 def test_unknown_options_are_one_warning(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     make(Foo="1", Bar="2")
     records = [r for r in caplog.records if r.levelno == logging.WARNING]
@@ -252,6 +260,7 @@ def test_fork_child_cannot_use_the_parents_engine(make: Make, engines: list[Fake
     assert engine.calls == [("start",)]
 
 
+@pytest.mark.rule("6.100")
 def test_kv_cache_manager_names_the_other(make: Make) -> None:
     dist, _ = make()
     with pytest.raises(ParamInvalidError, match="use cache_manager"):
@@ -261,6 +270,7 @@ def test_kv_cache_manager_names_the_other(make: Make) -> None:
 # ---- links -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule("1.35", "4.6", "4.8")
 def test_link_hands_over_targets_and_keeps_order(make: Make) -> None:
     dist, engine = make()
     engine.link_codes = {3: ALREADY, 4: FAILED}
@@ -272,6 +282,7 @@ def test_link_hands_over_targets_and_keeps_order(make: Make) -> None:
     assert engine.calls[-1] == ("link", [(2, address)], 3000)
 
 
+@pytest.mark.rule("4.13", "4.38")
 def test_empty_lists(make: Make) -> None:
     dist, engine = make()
     assert dist.link_clusters([]) == (BAD, [])
@@ -279,6 +290,7 @@ def test_empty_lists(make: Make) -> None:
     assert engine.calls == [("start",)]
 
 
+@pytest.mark.rule("4.17")
 @pytest.mark.parametrize("count", [0, 2])
 def test_not_exactly_one_remote_address_is_that_clusters_code(
     count: int, make: Make, caplog: pytest.LogCaptureFixture
@@ -308,6 +320,7 @@ def test_link_error_comes_from_the_engine(make: Make) -> None:
     assert (dist.link_error(3), dist.link_error(2)) == ("refused", None)
 
 
+@pytest.mark.rule("4.18")
 def test_local_address_is_needed_without_local_comm_res(make: Make) -> None:
     dist, engine = make()
     with pytest.raises(ParamInvalidError, match=r"clusters\[1\] \(cluster 3\) .*append_local_ip_info"):
@@ -319,6 +332,7 @@ def test_local_address_is_needed_without_local_comm_res(make: Make) -> None:
     assert dist.link_clusters([cluster(3, local=0)]) == (OK, [OK])
 
 
+@pytest.mark.rule("1.35", "4.38")
 def test_unlink_hands_over_ids(make: Make) -> None:
     dist, engine = make()
     engine.link_codes = {2: LLMStatusCode.LLM_UNLINK_FAILED}
@@ -332,6 +346,7 @@ def test_unlink_hands_over_ids(make: Make) -> None:
     assert engine.calls[-1] == ("unlink", [2, 3], 10, True)
 
 
+@pytest.mark.rule("1.23", "1.36")
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

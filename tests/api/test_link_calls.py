@@ -31,6 +31,7 @@ USES: list[Any] = [
 ]
 
 
+@pytest.mark.rule("1.22")
 @pytest.mark.parametrize("use", USES)
 def test_e1_state_is_checked_before_arguments(use: Any, make: Make) -> None:
     with pytest.raises(RuntimeError, match="LLMDataDist 7 is not initialised") as caught:
@@ -78,6 +79,7 @@ BAD: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.rule("1.23", "4.58")
 @pytest.mark.parametrize(("method", "arguments", "error", "text"), BAD)
 def test_bad_arguments_raise_and_reach_no_engine(
     method: str, arguments: tuple[Any, ...], error: type[Exception], text: str, make: Make
@@ -100,6 +102,7 @@ def test_link_hands_over_plain_numbers(make: Make) -> None:
     assert engine.calls[-2:] == [("comm_status", 1), ("unlink_comm", 1)]
 
 
+@pytest.mark.rule("4.81")
 @pytest.mark.parametrize(
     ("options", "listen"),
     [
@@ -132,6 +135,7 @@ def test_drain_hands_over_its_time(make: Make) -> None:
     assert engine.calls[-1] == ("drain", 5)
 
 
+@pytest.mark.rule("4.48")
 @pytest.mark.parametrize(
     ("method", "signature"),
     [
@@ -147,3 +151,27 @@ def test_drain_hands_over_its_time(make: Make) -> None:
 )
 def test_section_4_signatures(method: str, signature: str) -> None:
     assert str(inspect.signature(getattr(LLMDataDist, method))) == signature
+
+
+NEEDED = inspect.Parameter.empty
+
+
+@pytest.mark.rule("4.5")
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("link_clusters", [("clusters", NEEDED), ("timeout", 3000)]),
+        ("unlink_clusters", [("clusters", NEEDED), ("timeout", 3000), ("force", False)]),
+        ("check_link_status", [("remote_cluster_id", NEEDED)]),
+        ("link_error", [("remote_cluster_id", NEEDED)]),
+        ("send_notify", [("remote_cluster_id", NEEDED), ("name", NEEDED), ("message", NEEDED)]),
+        ("get_notifies", []),
+        ("links", []),
+        ("init", [("options", NEEDED)]),
+        ("finalize", []),
+        ("__init__", [("role", NEEDED), ("cluster_id", NEEDED)]),
+    ],
+)
+def test_section_4_arguments_and_defaults(method: str, arguments: list[tuple[str, Any]]) -> None:
+    parameters = list(inspect.signature(getattr(LLMDataDist, method)).parameters.values())[1:]
+    assert [(p.name, p.default) for p in parameters] == arguments

@@ -35,11 +35,13 @@ ERRORS = [
 ]  # fmt: skip
 
 
+@pytest.mark.rule("1.3")
 @pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in PATHS.items() for name in names])
 def test_same_object(path: str, name: str) -> None:
     assert getattr(importlib.import_module(path), name) is getattr(llm_datadist, name)
 
 
+@pytest.mark.rule("1.40")
 @pytest.mark.parametrize("name", ERRORS)
 def test_error_classes_are_in_status_too(name: str) -> None:
     error = getattr(llm_datadist.status, name)
@@ -47,6 +49,7 @@ def test_error_classes_are_in_status_too(name: str) -> None:
     assert issubclass(error, llm_datadist.LLMException)
 
 
+@pytest.mark.rule("1.5")
 @pytest.mark.parametrize("name", CHECKS)
 def test_argument_checks(name: str) -> None:
     module = importlib.import_module("llm_datadist.utils.utils")
@@ -58,6 +61,7 @@ def test_argument_checks(name: str) -> None:
         check("n", "3", *arguments)
 
 
+@pytest.mark.rule("1.4")
 def test_log_module(caplog: pytest.LogCaptureFixture) -> None:
     module = importlib.import_module("llm_datadist.utils.log")
     assert isinstance(module.log, logging.Logger)
@@ -69,6 +73,7 @@ def test_log_module(caplog: pytest.LogCaptureFixture) -> None:
         assert record.pathname == __file__, "the caller's line, not ours"
 
 
+@pytest.mark.rule("1.6")
 def test_v2_list() -> None:
     assert sorted(llm_datadist.v2_list) == sorted(llm_datadist.__all__)
     assert set(TYPES) | {"LLMDataDist", "LLMConfig", "CacheManager"} <= set(llm_datadist.v2_list)
@@ -82,6 +87,7 @@ def test_star_imports() -> None:
     assert set(CHECKS) <= set(namespace)
 
 
+@pytest.mark.rule("1.7")
 def test_lazy_numpy_maps() -> None:
     program = (
         "import sys; from llm_datadist import data_type as d; assert 'numpy' not in sys.modules; "

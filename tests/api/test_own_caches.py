@@ -137,7 +137,9 @@ ROWS = [
 ]
 
 
+@pytest.mark.rule("1.23")
 @pytest.mark.parametrize(("method", "name", "value", "error", "text"), ROWS)
+@pytest.mark.rule("1.23", "6.38", "6.93")
 def test_bad_argument_is_named_and_reaches_no_engine(
     method: str, name: str, value: Any, error: type[Exception], text: str, make: Make
 ) -> None:
@@ -163,6 +165,7 @@ def test_right_arguments_reach_the_engine_once(method: str, make: Make) -> None:
     assert len(engine.calls) == 2
 
 
+@pytest.mark.rule("1.22")
 @pytest.mark.parametrize("method", [*RIGHT, "caches"])
 def test_e1_state_comes_before_arguments(method: str, make: Make) -> None:
     dist, _ = make()
@@ -195,6 +198,7 @@ def test_pools_are_handed_over(make: Make) -> None:
     assert dist.cache_manager.caches() == []
 
 
+@pytest.mark.rule("6.76")
 def test_copies_are_handed_over(make: Make) -> None:
     assert last(make, "copy_cache", CACHE, BLOCKS) == ("copy", CopyCache(CACHE, BLOCKS, 0, 0, 0, -1))
     wanted = CopyCache(CACHE, CACHE, 1, 2, 3, 4)
@@ -217,6 +221,7 @@ def test_copies_are_handed_over(make: Make) -> None:
     assert (swap.src_blocks.tolist(), swap.dst_blocks.tolist()) == ([4, 2], [5, 1])
 
 
+@pytest.mark.rule("6.94")
 def test_ranges_are_handed_over(make: Make) -> None:
     other = MemInfo(Memtype.MEM_TYPE_HOST, 1, 1)
     assert last(make, "remap_registered_memory", MEMORY) == ("remap", (MEMORY,))

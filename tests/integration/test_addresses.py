@@ -36,6 +36,7 @@ MEETING = [
 ]
 
 
+@pytest.mark.rule("3.29", "3.30", "4.3", "4.95")
 @pytest.mark.parametrize(("listen", "dial"), MEETING, ids=str)
 def test_n1_each_form_of_address_that_can_meet(pair: Pair, listen: str, dial: Any) -> None:
     if "::1" in listen and not _has_ipv6():
@@ -51,6 +52,7 @@ def test_n1_each_form_of_address_that_can_meet(pair: Pair, listen: str, dial: An
     pair.blocks_right([1], [2])
 
 
+@pytest.mark.rule("4.3")
 def test_n1_the_tuple_form(pair: Pair) -> None:
     pair.up(link=False)
     assert pair.d.call(_link_by_tuple, pair.address) == (SUCCESS, [SUCCESS])
@@ -80,6 +82,7 @@ def _without_ipv4(net: Any) -> tuple[str, ...]:
     return (*net.prefix, "sh", "-c", script, "sh")
 
 
+@pytest.mark.rule("3.13")
 def test_n2_two_inits_on_one_port(spawn: Spawner) -> None:
     first, second = spawn(), spawn()
     _, port = first.call(actors.up, P_ID, actors.options(listen="127.0.0.1:0"))
@@ -104,6 +107,7 @@ def test_n2_a_killed_process_frees_its_port_at_once(pair: Pair, spawn: Spawner) 
     assert outcome.elapsed <= 1.0
 
 
+@pytest.mark.rule("3.13")
 def test_n2_an_address_that_is_not_local(spawn: Spawner) -> None:
     outcome = spawn().attempt(actors.up, P_ID, actors.options(listen="192.0.2.1:0"))
     outcome.expect(FAILED, "192.0.2.1")
@@ -126,6 +130,7 @@ def test_n4_no_route_and_no_name_service_are_needed(spawn: Spawner, backend: str
         pair.blocks_right([1], [2])
 
 
+@pytest.mark.rule("3.40", "4.96")
 def test_p2_the_fast_way_is_not_permitted(spawn: Spawner) -> None:
     p = spawn()
     d = spawn(prefix=("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"), env={"HOME": None})
@@ -149,6 +154,7 @@ def _link_reasons(w: World) -> list[tuple[str, str]]:
     return [(i.transport, str(i.reasons)) for i in w.dist.links()]
 
 
+@pytest.mark.rule("3.41", "4.34")
 def test_p2_a_transport_asked_for_by_name_is_not_replaced(spawn: Spawner) -> None:
     p = spawn()
     d = spawn(prefix=("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"), env={"HOME": None})
@@ -162,10 +168,12 @@ def test_p2_a_transport_asked_for_by_name_is_not_replaced(spawn: Spawner) -> Non
     assert d.call(actors.links) == []
 
 
+@pytest.mark.rule("3.31", "4.95")
 def test_the_listen_address_is_none_without_a_listener(spawn: Spawner) -> None:
     assert spawn().call(actors.up, D_ID, actors.options()) is None
 
 
+@pytest.mark.rule("3.41")
 def test_p1_both_transports_are_chosen_by_name(spawn: Spawner) -> None:
     for backend in ("local", "tcp"):
         pair = make_pair(spawn, Combo("A", backend)).up()

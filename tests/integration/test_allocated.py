@@ -43,6 +43,7 @@ def prefix(number: int, cluster_id: int = P_ID) -> CacheKey:
 
 
 @pytest.mark.parametrize("placement", ["DEVICE", "HOST"])
+@pytest.mark.rule("6.35", "6.39")
 def test_allocated_caches_are_source_and_destination(pair: Pair, placement: str) -> None:
     up(pair)
     cache_id = source(pair, placement=placement)
@@ -80,16 +81,19 @@ def _push_layers(w: World, addresses: list[int]) -> tuple[LLMStatusCode, list[LL
     return task.synchronize(20_000), task.get_results()
 
 
+@pytest.mark.rule("5.91", "5.92", "6.54")
 def test_layers_are_pushed_to_the_addresses_of_an_allocated_cache(pair_a: Pair) -> None:
     pair = up(pair_a)
-    source(pair)
+    source(pair, keys=[(5, 0), (6, 0)])
     pair.d.call(allocated.slots, "dst", tensors=4, dim0=2, stride=1000)
     addresses = pair.d.call(allocated.addresses, "dst")
     # The second config begins where the tensors end: pages of the pool, but of no cache.
     assert pair.p.call(_push_layers, addresses) == (INVALID, [SUCCESS, INVALID])
     pair.right(slot(1))
+    assert pair.p.call(allocated.bound) == [("req", 5), ("req", 6)], "a push releases nothing"
 
 
+@pytest.mark.rule("6.39")
 def test_a_host_allocation_is_remote_accessible(pair_b: Pair) -> None:
     up(pair_b)
     source(pair_b, placement="HOST")
@@ -112,6 +116,7 @@ def keys_become(pair: Pair, *wanted: tuple[str, int]) -> bool:
     return bool(pair.p.call(allocated.bound_becomes, wanted) == sorted(wanted))
 
 
+@pytest.mark.rule("5.8", "6.40", "6.41", "6.44", "6.47", "6.55")
 def test_a_pull_releases_its_request_key_and_the_last_one_a_deallocated_cache(managed: Pair) -> None:
     pair = managed
     pair.p.call(allocated.deallocate, "src")
@@ -128,6 +133,7 @@ def test_a_pull_releases_its_request_key_and_the_last_one_a_deallocated_cache(ma
     assert pair.p.call(allocated.all_free)
 
 
+@pytest.mark.rule("6.40")
 def test_a_cache_that_is_not_deallocated_outlives_its_keys(managed: Pair) -> None:
     pair = managed
     for req_id in (5, 6):
@@ -140,12 +146,14 @@ def test_a_cache_that_is_not_deallocated_outlives_its_keys(managed: Pair) -> Non
     assert pair.p.call(allocated.all_free)
 
 
+@pytest.mark.rule("6.48")
 def test_a_pull_by_cache_id_releases_the_key_bound_to_that_slot(managed: Pair) -> None:
     managed.pull_cache(by_id(1, 1), 0).ok()
     managed.pull_cache(by_request(6)).expect(GONE)
     assert keys_become(managed, ("req", 5))
 
 
+@pytest.mark.rule("6.20")
 def test_a_placeholder_leaves_its_slot_without_a_key(pair_a: Pair) -> None:
     pair = up(pair_a)
     source(pair, keys=[(2**64 - 1, 0), (6, 0)])
@@ -158,6 +166,7 @@ def test_a_placeholder_leaves_its_slot_without_a_key(pair_a: Pair) -> None:
     assert pair.p.call(allocated.all_free)
 
 
+@pytest.mark.rule("6.50")
 def test_layers_are_counted_per_key(managed: Pair) -> None:
     pair = managed
     one = {"tensor_num_per_layer": 2, "src_layer_range": range(1), "dst_layer_range": range(1)}
@@ -170,6 +179,7 @@ def test_layers_are_counted_per_key(managed: Pair) -> None:
     assert keys_become(pair, ("req", 6))
 
 
+@pytest.mark.rule("6.49")
 def test_pull_blocks_by_request_key_releases_it_too(managed: Pair) -> None:
     pair = managed
     pair.destination("dst2", Shape(tensors=4, dim0=8, stride=300))
@@ -179,6 +189,7 @@ def test_pull_blocks_by_request_key_releases_it_too(managed: Pair) -> None:
     pair.pull_blocks([], [1], by_request(5), "dst2").expect(GONE)
 
 
+@pytest.mark.rule("6.53")
 def test_a_failed_pull_releases_nothing(managed: Pair) -> None:
     pair = managed
     pair.slot_destination("small", Shape(tensors=2, dim0=2, stride=1000))
@@ -188,6 +199,7 @@ def test_a_failed_pull_releases_nothing(managed: Pair) -> None:
     pair.right(slot(0))
 
 
+@pytest.mark.rule("6.14", "6.41", "6.51", "6.52", "6.57", "6.58", "6.59", "6.60")
 def test_registered_caches_and_prefix_keys_are_not_released(managed: Pair) -> None:
     pair = managed
     pair.slots("mine", SHAPE, keys=[(8, 0)])
@@ -207,6 +219,7 @@ def test_registered_caches_and_prefix_keys_are_not_released(managed: Pair) -> No
     assert [c[0] for c in pair.p.call(allocated.caches)] == [1, 2]
 
 
+@pytest.mark.rule("2.20", "5.48", "6.57")
 def test_prefix_keys_serve_pull_blocks_and_exclude_a_request_id(managed: Pair) -> None:
     pair = managed
     source(pair, name="shared", prefixes=[7])
@@ -218,6 +231,7 @@ def test_prefix_keys_serve_pull_blocks_and_exclude_a_request_id(managed: Pair) -
     pair.pull_cache(CacheKey(P_ID, 2**64 - 1)).expect(INVALID, "neither a req_id nor a prefix_id")
 
 
+@pytest.mark.rule("5.10", "5.61")
 def test_in_mode_b_keys_stay(pair_b: Pair) -> None:
     pair = up(pair_b)
     source(pair, keys=[(5, 0)])
@@ -258,6 +272,7 @@ def _read(pair: Pair, cache_id: int, kind: str) -> Outcome:
 
 @pytest.mark.parametrize("kind", ["slots", "blocks"])
 @pytest.mark.parametrize("how", ["deallocate", "unregister"])
+@pytest.mark.rule("6.28", "6.42")
 def test_s1_what_is_deallocated_is_gone_for_peers_at_once(pair: Pair, kind: str, how: str) -> None:
     up(pair)
     pair.d.call(getattr(allocated, kind), "dst", tensors=4, dim0=2, stride=1000)
@@ -270,6 +285,7 @@ def test_s1_what_is_deallocated_is_gone_for_peers_at_once(pair: Pair, kind: str,
     assert pair.p.call(allocated.all_free)
 
 
+@pytest.mark.rule("6.27")
 def test_unregister_frees_a_cache_that_keys_hold(managed: Pair) -> None:
     managed.p.call(allocated.deallocate, "src")
     managed.p.call(actors.unregister, "src")
@@ -301,6 +317,7 @@ def impatient(pair_a: Pair) -> Pair:
     return pair_a
 
 
+@pytest.mark.rule("5.6", "6.29", "6.98")
 def test_a_deallocation_waits_for_a_reader_that_holds_a_lease(impatient: Pair) -> None:
     pair = impatient
     pair.p.call(allocated.remove_key, by_request(5))
@@ -316,6 +333,7 @@ def test_a_deallocation_waits_for_a_reader_that_holds_a_lease(impatient: Pair) -
     assert pair.p.call(allocated.all_free)
 
 
+@pytest.mark.rule("6.31", "6.33")
 def test_a_deallocation_cuts_off_a_reader_that_takes_longer_than_the_timeout(impatient: Pair) -> None:
     pair = impatient
     pair.p.call(allocated.remove_key, by_request(5))
@@ -328,6 +346,7 @@ def test_a_deallocation_cuts_off_a_reader_that_takes_longer_than_the_timeout(imp
     pair.unchanged()
 
 
+@pytest.mark.rule("6.56")
 def test_one_that_held_its_lease_finishes_after_the_key_was_released(
     impatient: Pair, spawn: Callable[[], Peer]
 ) -> None:
@@ -348,6 +367,7 @@ def test_one_that_held_its_lease_finishes_after_the_key_was_released(
     assert pair.p.call(allocated.all_free)
 
 
+@pytest.mark.rule("5.14", "6.33")
 def test_a_reader_in_mode_b_that_has_found_the_cache_notices_that_it_went(pair_b: Pair) -> None:
     pair = up(pair_b)
     source(pair)

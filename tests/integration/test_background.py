@@ -38,6 +38,7 @@ def started(pair: Pair, method: str, key: Any, name: str, *args: Any, side: str 
     return peer.call(notify_actors.finish)
 
 
+@pytest.mark.rule("4.103", "5.139")
 def test_pulls(pair: Pair) -> None:
     pair.up()
     pair.source()
@@ -56,6 +57,7 @@ def test_pulls(pair: Pair) -> None:
     assert pair.p.call(notify_actors.get_notifies) == [(D_ID, "done", b"")] * 2
 
 
+@pytest.mark.rule("4.103", "5.139")
 def test_pushes(pair_b: Pair) -> None:
     pair = pair_b.up()
     pair.source()
@@ -103,6 +105,7 @@ def test_what_concerns_the_caller_is_raised(pair: Pair) -> None:
     )
 
 
+@pytest.mark.rule("5.118", "5.133")
 def test_hundreds_at_once_and_callbacks_that_wait(pair: Pair) -> None:
     """More than may move at once on a link; callbacks may hold as many threads as they like."""
     pair.up(timeout_ms=20_000)
@@ -140,6 +143,7 @@ def test_idle_threads_end(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("mode", ["A", "B"])
+@pytest.mark.rule("5.116", "5.125")
 def test_cancel_stops_a_pull_and_nothing_is_written_afterwards(spawn: Spawner, mode: str) -> None:
     with slow_pair(spawn, mode) as pair:
         pair.up_slow()
@@ -191,6 +195,7 @@ def test_cancel_of_what_waits_for_its_turn(pair_a: Pair) -> None:
     pair.pull_blocks([1], [2]).ok()
 
 
+@pytest.mark.rule("5.119")
 def test_the_time_of_a_call_holds_in_the_background(pair_a: Pair) -> None:
     pair = pair_a.up(timeout_ms=1000, HeartbeatIntervalMs="5000")
     pair.source()

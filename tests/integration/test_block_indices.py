@@ -46,6 +46,7 @@ def _hold(outcome: Outcome, expected: Any, given: Any) -> None:
         assert type(outcome.error) is expected, (given, outcome)
 
 
+@pytest.mark.rule("5.31", "5.55", "5.57", "5.63", "5.64", "5.66")
 def test_b1_every_index_of_a_pull_is_checked(pair: Pair) -> None:
     pair.up()
     pair.source(shape=Shape(dim0=113, stride=64))
@@ -62,6 +63,7 @@ def test_b1_every_index_of_a_pull_is_checked(pair: Pair) -> None:
     pair.blocks_right([112, 112, 112, 0], [0, 1, 2, 210])
 
 
+@pytest.mark.rule("5.31", "5.64", "5.66", "5.81")
 def test_b1_every_index_of_a_push_is_checked(pair_b: Pair) -> None:
     pair = pair_b.up()
     pair.source(shape=Shape(dim0=113, stride=64))
@@ -95,6 +97,7 @@ def _pause_half_a_second(w: Any) -> None:
         ([0, 1, 2], [6, 7, 8], "dst", 8),
     ],
 )
+@pytest.mark.rule("5.32", "5.57")
 def test_b2_the_first_bad_index_of_a_run_is_named(
     pair: Pair, src: list[int], dst: list[int], side: str, index: int
 ) -> None:
@@ -107,6 +110,7 @@ def test_b2_the_first_bad_index_of_a_run_is_named(
 
 
 @pytest.mark.parametrize(("source", "destination"), [(65536, 131072), (131072, 65536)])
+@pytest.mark.rule("5.33", "5.56", "5.82")
 def test_b3_block_bytes_of_both_sides_are_compared(pair: Pair, source: int, destination: int) -> None:
     pair.up()
     pair.source(shape=Shape(dim0=4, stride=source))
@@ -118,6 +122,7 @@ def test_b3_block_bytes_of_both_sides_are_compared(pair: Pair, source: int, dest
     pair.unchanged()
 
 
+@pytest.mark.rule("5.33", "5.39", "5.40", "5.41", "5.42", "5.43", "5.49", "6.19")
 def test_b3_slots_use_each_sides_own_stride(pair: Pair) -> None:
     pair.up()
     cache_id = pair.slots(shape=Shape(dim0=4, stride=100), keys=[(n + 7, 0) for n in range(4)])
@@ -132,6 +137,7 @@ def test_b3_slots_use_each_sides_own_stride(pair: Pair) -> None:
     pair.right([([300], [200], 100)], name="wide")
 
 
+@pytest.mark.rule("5.40")
 def test_b3_sizes_outside_the_strides_are_refused(pair: Pair) -> None:
     pair.up()
     cache_id = pair.slots(shape=Shape(dim0=4, stride=100))
@@ -141,6 +147,7 @@ def test_b3_sizes_outside_the_strides_are_refused(pair: Pair) -> None:
     pair.unchanged()
 
 
+@pytest.mark.rule("5.33", "5.73", "5.74")
 def test_b3_a_push_of_a_larger_slot_is_refused(pair_b: Pair) -> None:
     pair = pair_b.up()
     pair.slots(shape=Shape(dim0=4, stride=100))
@@ -153,6 +160,7 @@ def test_b3_a_push_of_a_larger_slot_is_refused(pair_b: Pair) -> None:
 
 
 @pytest.mark.parametrize("batch", [0, 1])
+@pytest.mark.rule("5.59", "5.60", "5.61")
 def test_b4_the_tail_block_gets_what_is_left_of_the_slot(pair: Pair, batch: int) -> None:
     pair.up()
     cache_id = pair.slots(shape=Shape(dim0=2, stride=28), keys=[(5, 0), (6, 0)])
@@ -172,6 +180,7 @@ def test_b4_the_tail_block_gets_what_is_left_of_the_slot(pair: Pair, batch: int)
 @pytest.mark.parametrize(
     "count", [20_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(240)])]
 )
+@pytest.mark.rule("5.65")
 def test_b5_long_lists_of_scattered_blocks(pair: Pair, count: int) -> None:
     pair.up(timeout_ms=60_000)
     shape = Shape(tensors=2, dim0=count + 17, stride=64)
@@ -218,6 +227,7 @@ B7_LISTS = [
 ]
 
 
+@pytest.mark.rule("5.62")
 def test_b7_order_and_repetition_are_kept(pair: Pair) -> None:
     pair.up()
     shape = Shape(dim0=10, stride=96)
@@ -253,6 +263,7 @@ def _random_pulls(w: Any, cases: int, seed: int, tensor_nbytes: int, stride: int
     return ""
 
 
+@pytest.mark.rule("5.54")
 def test_an_empty_destination_list_is_refused(pair: Pair) -> None:
     pair.up()
     pair.source()
@@ -261,6 +272,7 @@ def test_an_empty_destination_list_is_refused(pair: Pair) -> None:
     assert pair.pull_blocks([0], [0]).code == SUCCESS
 
 
+@pytest.mark.rule("5.44", "5.50", "5.75")
 def test_batch_indices_outside_either_cache(pair: Pair) -> None:
     pair.up()
     cache_id = pair.slots(shape=Shape(dim0=4, stride=100))
@@ -278,6 +290,7 @@ def test_batch_indices_outside_either_cache(pair: Pair) -> None:
     pair.unchanged()
 
 
+@pytest.mark.rule("5.35", "5.38", "5.51", "5.53", "5.58")
 def test_each_kind_of_cache_has_its_own_calls(pair: Pair) -> None:
     pair.up()
     blocks_id, slots_id = pair.source("blocks"), pair.slots("slots")
@@ -293,6 +306,7 @@ def test_each_kind_of_cache_has_its_own_calls(pair: Pair) -> None:
         pair.unchanged(name)
 
 
+@pytest.mark.rule("5.70", "5.79")
 def test_pushes_need_mode_b(pair_a: Pair) -> None:
     pair = pair_a.up()
     pair.source()

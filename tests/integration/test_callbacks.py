@@ -66,6 +66,7 @@ def three(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.mark.parametrize("how", ENDS)
+@pytest.mark.rule("5.117")
 def test_a_callback_may_do_all_that_a_caller_may(three: Three, how: str) -> None:
     told: list[Any] = []
     done = threading.Event()

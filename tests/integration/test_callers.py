@@ -113,6 +113,7 @@ def test_caller_1_caches_under_model_ids_and_a_rank_table(programs: Any, layout:
         run_both(programs, layout, workers, table)
 
 
+@pytest.mark.rule("3.39")
 def test_caller_2_lazy_links_and_options_in_place(programs: Any) -> None:
     prompt = programs("lazy_hixl", "prompt")
     decoder = programs("lazy_hixl", "decoder", prompt.line())
@@ -132,6 +133,7 @@ def test_caller_3_pools_of_an_older_caller(programs: Any) -> None:
     assert prompt.end() == "waited True"
 
 
+@pytest.mark.rule("4.37")
 def test_caller_4_links_forty_clusters_and_repeats_the_dead(programs: Any) -> None:
     servers = programs("servers")
 
@@ -151,6 +153,7 @@ def test_caller_4_links_forty_clusters_and_repeats_the_dead(programs: Any) -> No
         assert [caller.end(), servers.end()] == ["closed", "closed"]
 
 
+@pytest.mark.rule("4.60")
 def test_caller_5_physical_device_ids_in_a_container(programs: Any) -> None:
     with free_ports(2, distance=3) as ports:
         devices = [{"device_id": "4", "rank_id": "0"}, {"device_id": "7", "rank_id": "1"}]

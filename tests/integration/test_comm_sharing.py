@@ -34,6 +34,7 @@ NOT_YET = LLMStatusCode.LLM_NOT_YET_LINK
 # ---- several clusters, sharing ---------------------------------------------------------------------------
 
 
+@pytest.mark.rule("4.55")
 def test_section_4_four_clusters_link_in_all_pairs(spawn: Spawner) -> None:
     peers = [spawn() for _ in range(4)]
     ids = [2**63 + n for n in range(4)]
@@ -55,6 +56,7 @@ def test_section_4_four_clusters_link_in_all_pairs(spawn: Spawner) -> None:
         assert peer.call(status, comm_id) is OK
 
 
+@pytest.mark.rule("4.50", "4.52", "4.70", "4.71")
 def test_section_4_comms_to_one_cluster_share_one_link(spawn: Spawner) -> None:
     pair = make_pair(spawn, Combo("B", "auto"))
     up_both(pair)
@@ -71,6 +73,7 @@ def test_section_4_comms_to_one_cluster_share_one_link(spawn: Spawner) -> None:
     pair.d.call(leave, 2)
 
 
+@pytest.mark.rule("4.70")
 @pytest.mark.parametrize("force", [False, True])
 def test_section_4_link_clusters_and_a_comm_share_one_link(spawn: Spawner, force: bool) -> None:
     pair = make_pair(spawn, Combo("B", "auto"))
@@ -104,6 +107,7 @@ def test_section_4_unlink_clusters_counts_for_both_sides_of_a_link_that_a_comm_h
     assert wait_until(lambda: ids_linked(pair.d) == [] and ids_linked(pair.p) == [])
 
 
+@pytest.mark.rule("4.71")
 @pytest.mark.parametrize("leaves_first", ["p", "d"])
 def test_section_4_a_link_goes_with_the_last_of_comm_and_link_clusters(
     spawn: Spawner, leaves_first: str
@@ -191,6 +195,7 @@ def test_a_link_that_went_down_while_others_were_awaited_is_made_again(spawn: Sp
 # ---- registration after link -----------------------------------------------------------------------------
 
 
+@pytest.mark.rule("4.72")
 @pytest.mark.parametrize("mode", ["A", "B"])
 def test_section_4_after_link_caches_are_not_open_to_peers(spawn: Spawner, mode: str) -> None:
     pair = make_pair(spawn, Combo(mode, "auto"))
@@ -205,6 +210,7 @@ def test_section_4_after_link_caches_are_not_open_to_peers(spawn: Spawner, mode:
     assert pair.p.call(_accessible, "again", None) is True
 
 
+@pytest.mark.rule("4.73")
 def test_section_4_link_clusters_changes_nothing_about_registration(pair: Pair) -> None:
     pair.up()
     assert pair.d.call(_accessible, "x", None) is True

@@ -44,6 +44,7 @@ EACH_ONCE = [
 ]
 
 
+@pytest.mark.rule("4.60", "4.64", "4.67")
 @pytest.mark.parametrize(("combo", "devices"), EACH_ONCE)
 def test_l1_device_numbers_decide_nothing_but_the_default_port(
     spawn: Spawner, combo: Combo, devices: tuple[Any, Any, bool]
@@ -73,6 +74,7 @@ def test_l1_device_numbers_decide_nothing_but_the_default_port(
 # ---- L2 --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule("4.49", "4.51")
 @pytest.mark.parametrize("seconds", [1.0, pytest.param(4.0, marks=pytest.mark.slow)])
 def test_l2_one_side_is_late(spawn: Spawner, combo: Combo, seconds: float) -> None:
     pair = make_pair(spawn, combo)
@@ -89,6 +91,7 @@ def test_l2_one_side_is_late(spawn: Spawner, combo: Combo, seconds: float) -> No
         assert (end, at < start + seconds + 2.0) == (OK, True)
 
 
+@pytest.mark.rule("3.48", "4.49", "4.51", "4.53", "4.66")
 @pytest.mark.parametrize("side", ["dials", "waits"])
 def test_l2_nobody_comes(spawn: Spawner, side: str) -> None:
     peer = spawn()
@@ -114,6 +117,7 @@ def test_l2_nobody_comes(spawn: Spawner, side: str) -> None:
         peer.attempt(again, comm_id).expect(NOT_YET, f"no comm {comm_id}")
 
 
+@pytest.mark.rule("4.50", "4.52")
 def test_unlink_while_preparing_ends_everything_at_once(spawn: Spawner) -> None:
     peer = spawn()
     peer.call(actors.up, D_ID, actors.options(LinkTotalTime="60"))
@@ -164,6 +168,7 @@ def _bad_tables() -> dict[str, str]:
     }
 
 
+@pytest.mark.rule("4.59", "4.61")
 def test_l3_incomplete_rank_tables(spawn: Spawner) -> None:
     pair = make_pair(spawn, Combo("A", "auto"))
     up_both(pair)
@@ -179,6 +184,7 @@ def test_l3_incomplete_rank_tables(spawn: Spawner) -> None:
 # ---- addresses -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule("4.62", "4.63")
 def test_section_4_candidates_are_tried_in_order_until_one_answers(spawn: Spawner) -> None:
     """device_ip and host_ip of the lower rank lead nowhere; server_id does."""
     pair = make_pair(spawn, Combo("B", "auto"))
@@ -204,6 +210,7 @@ def _addresses(w: World) -> list[str]:
     return [link.address for link in w.dist.links()]
 
 
+@pytest.mark.rule("4.63")
 def test_section_4_no_local_address_to_be_dialled_at(spawn: Spawner) -> None:
     peer = spawn()
     peer.call(actors.up, P_ID, actors.options())
@@ -213,6 +220,7 @@ def test_section_4_no_local_address_to_be_dialled_at(spawn: Spawner) -> None:
     assert outcome.elapsed < 0.1
 
 
+@pytest.mark.rule("4.50")
 def test_section_4_a_port_of_another_process(spawn: Spawner) -> None:
     holder, peer = spawn(), spawn()
     _, port = holder.call(actors.up, 9, actors.options(listen="127.0.0.1:0"))
@@ -223,6 +231,7 @@ def test_section_4_a_port_of_another_process(spawn: Spawner) -> None:
     assert peer.call(comm, on_loopback(other, port)) == 1, "a refused call takes no number"
 
 
+@pytest.mark.rule("4.69")
 def test_section_4_one_listener_serves_comms_and_link_clusters(spawn: Spawner) -> None:
     """The port of the rank table is the one that the options listen on."""
     pair = make_pair(spawn, Combo("B", "auto"))

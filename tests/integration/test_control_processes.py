@@ -92,6 +92,7 @@ def test_a_short_stop_of_both_sides_costs_no_link() -> None:
         assert a.ask("links") == b.ask("links") == "1"
 
 
+@pytest.mark.rule("3.17")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_f1_a_forked_child_closes_its_copies_and_the_parent_does_not_notice() -> None:
     others = set(descriptors())  # of this process, which has nothing to do with the engine

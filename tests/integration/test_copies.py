@@ -61,6 +61,7 @@ def mapping() -> Iterator[Mapping]:
     made.close()
 
 
+@pytest.mark.rule("6.76", "6.79", "6.81")
 def test_copy_cache(manager: CacheManager) -> None:
     src = filled(manager.allocate_cache(allocated.desc_of(3, 4, 100)))
     dst = manager.allocate_cache(allocated.desc_of(3, 2, 60, "HOST"))
@@ -77,6 +78,7 @@ def test_copy_cache(manager: CacheManager) -> None:
         manager.copy_cache(src, src)
 
 
+@pytest.mark.rule("5.137", "6.84", "6.85")
 def test_copy_blocks_as_if_all_at_once(manager: CacheManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "_BUFFER_NBYTES", 3000)  # some steps, of more than one tensor
     cache = filled(manager.allocate_blocks_cache(allocated.desc_of(7, 16, 333)))
@@ -90,6 +92,7 @@ def test_copy_blocks_as_if_all_at_once(manager: CacheManager, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.rule("5.137", "6.90")
 def test_swap_blocks_with_a_cpu_cache(manager: CacheManager, to_host: bool, mapping: Mapping) -> None:
     device = filled(manager.allocate_blocks_cache(allocated.desc_of(2, 8, 1000)), 1)
     desc = allocated.desc_of(2, 4, 1000, "HOST")
@@ -106,6 +109,7 @@ def test_swap_blocks_with_a_cpu_cache(manager: CacheManager, to_host: bool, mapp
     assert np.array_equal(rows(cpu)[0][0], rows(cpu)[0][1])
 
 
+@pytest.mark.rule("6.90")
 def test_swap_blocks_between_allocated_caches(manager: CacheManager) -> None:
     device = filled(manager.allocate_blocks_cache(allocated.desc_of(2, 8, 1000)))
     host = manager.allocate_blocks_cache(allocated.desc_of(2, 8, 1000, "HOST"))
@@ -215,6 +219,7 @@ def started(call: Callable[[], None]) -> tuple[threading.Thread, list[BaseExcept
 
 
 @pytest.mark.parametrize("which", ["src", "dst"])
+@pytest.mark.rule("6.30", "6.31", "6.32")
 def test_unregister_waits_for_a_copy_and_then_cuts_it_off(
     manager: CacheManager, held: tuple[threading.Event, threading.Event], which: str
 ) -> None:
@@ -231,6 +236,23 @@ def test_unregister_waits_for_a_copy_and_then_cuts_it_off(
     copy.join(10)
     assert [e.status_code for e in errors] == [GONE]  # type: ignore[attr-defined]
     assert not rows(dst)[0].any()
+
+
+@pytest.mark.rule("6.43")
+def test_deallocating_a_blocks_cache_waits_for_a_copy(
+    manager: CacheManager, held: tuple[threading.Event, threading.Event]
+) -> None:
+    cache = filled(manager.allocate_blocks_cache(allocated.desc_of(1, 2, PAGE)))
+    copy, errors = started(lambda: manager.copy_blocks(cache, {0: [1]}))
+    assert held[0].wait(10)
+    ending, _ = started(lambda: manager.deallocate_blocks_cache(cache))
+    ending.join(0.1)
+    assert ending.is_alive()
+    held[1].set()
+    copy.join(10)
+    ending.join(10)
+    assert not ending.is_alive() and not errors
+    assert manager.pool_info(Placement.DEVICE).allocations == 0
 
 
 def test_finalize_unmaps_a_pool_only_when_nothing_writes_there(
@@ -273,6 +295,7 @@ def test_finalize_leaves_the_addresses_taken_when_a_copy_does_not_end(spawn: Spa
     assert outcome.elapsed < 2
 
 
+@pytest.mark.rule("6.97")
 def test_two_looks_at_the_caches_are_equal(manager: CacheManager) -> None:
     manager.allocate_blocks_cache(allocated.desc_of(1, 1, 1), dd.BlocksCacheKey(9, 2))
     manager.allocate_cache(
@@ -286,6 +309,7 @@ def test_two_looks_at_the_caches_are_equal(manager: CacheManager) -> None:
     ]
 
 
+@pytest.mark.rule("6.35")
 def test_placements_are_those_of_the_desc(manager: CacheManager) -> None:
     infos = [manager.allocate_blocks_cache(allocated.desc_of(1, 1, 1, p.name)).cache_desc for p in Placement]
     assert [i.placement for i in infos] == list(Placement)

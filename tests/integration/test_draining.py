@@ -29,6 +29,7 @@ def drain(w: World, timeout_ms: int) -> None:
 # ---- refusals -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule("5.7")
 def test_new_transfers_are_refused_on_both_sides(pair: Pair) -> None:
     pair.up(d_listens=True)
     pair.source()

@@ -34,6 +34,7 @@ print("pulled", flush=True)
 """
 
 
+@pytest.mark.rule("3.15")
 def test_a_script_that_forgets_finalize_ends_by_itself(pair: Pair) -> None:
     mode, backend = pair.combo.mode, pair.combo.backend
     pair.up(link=False)
@@ -129,6 +130,7 @@ def _push_again_and_again(w: World, blocks: list[int]) -> tuple[Any, float]:
         return exc.status_code, time.monotonic()
 
 
+@pytest.mark.rule("3.9", "3.10")
 def test_finalize_ends_within_two_seconds_with_work_queued(pair: Pair) -> None:
     pair.up(timeout_ms=30_000, HeartbeatIntervalMs="20000")
     pair.source()
@@ -148,6 +150,7 @@ def test_finalize_ends_within_two_seconds_with_work_queued(pair: Pair) -> None:
             assert end.code in (SUCCESS, LLMStatusCode.LLM_ENGINE_FINALIZED)
 
 
+@pytest.mark.rule("3.8")
 def test_finalize_tells_the_peers(pair: Pair) -> None:
     pair.up()
     pair.d.call(actors.finalize)

@@ -89,6 +89,7 @@ def _hold(found: dict[str, Outcome], address: tuple[str, int]) -> None:
         assert outcome.code not in (S.LLM_SUCCESS, S.LLM_FAILED)
 
 
+@pytest.mark.rule("1.34", "1.39")
 def test_e1_each_kind_of_failure_is_told_apart(spawn: Spawner, pair: Pair) -> None:
     found = _kinds(spawn, pair)
     _hold(found, pair.address)
@@ -158,6 +159,7 @@ RAW = {
 }
 
 
+@pytest.mark.rule("3.21", "3.72")
 @pytest.mark.parametrize(("name", "value", "kind"), SETTERS)
 def test_e4_a_setter_refuses_a_bad_value(name: str, value: Any, kind: type[Exception]) -> None:
     config = dd.LLMConfig()
@@ -172,6 +174,7 @@ def test_e4_a_setter_refuses_a_bad_value(name: str, value: Any, kind: type[Excep
     assert RAW[name] not in config.generate_options()
 
 
+@pytest.mark.rule("3.71")
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, v, _ in SETTERS if v != 5])
 def test_e4_init_refuses_the_same_as_raw_text(name: str, value: Any) -> None:
     options = {**actors.options(listen="127.0.0.1:0"), RAW[name]: str(value)}
@@ -186,6 +189,7 @@ def test_e4_init_refuses_the_same_as_raw_text(name: str, value: Any) -> None:
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
+@pytest.mark.rule("3.3")
 def test_e4_init_does_not_change_the_callers_options(spawn: Spawner) -> None:
     assert spawn().call(_options_before_and_after)
 
@@ -198,6 +202,7 @@ def _options_before_and_after(w: World) -> bool:
     return values == before
 
 
+@pytest.mark.rule("3.73")
 def test_unknown_options_are_one_warning(spawn: Spawner) -> None:
     peer = spawn()
     peer.call(actors.watch_logs)
@@ -207,6 +212,7 @@ def test_unknown_options_are_one_warning(spawn: Spawner) -> None:
     assert "llm.NoSuchThing" in warnings[0][2]
 
 
+@pytest.mark.rule("3.33")
 @pytest.mark.parametrize("value", ["0", None])
 def test_the_cache_manager_must_be_enabled(spawn: Spawner, value: str | None) -> None:
     options = actors.options()
@@ -218,6 +224,7 @@ def test_the_cache_manager_must_be_enabled(spawn: Spawner, value: str | None) ->
     outcome.expect(S.LLM_PARAM_INVALID, "enable_cache_manager")
 
 
+@pytest.mark.rule("3.13")
 def test_the_cause_of_a_system_error_is_kept(spawn: Spawner) -> None:
     first, second = spawn(), spawn()
     address = first.call(actors.up, P_ID, actors.options(listen="127.0.0.1:0"))

@@ -96,6 +96,7 @@ def _ready(pair: Pair, **options: Any) -> Pair:
     return pair
 
 
+@pytest.mark.rule("5.108", "5.121")
 def test_a1_a_layer_counts_as_sent_when_it_is_there(pair: Pair) -> None:
     _ready(pair, timeout_ms=1000)
     target = Target(pair, range(0, 4), range(0, 4))
@@ -125,6 +126,7 @@ def _tensor_blocks(w: World, name: str, tensors: list[int], stride: int, blocks:
     return [held.tensor(t).reshape(-1, stride)[blocks].tobytes() for t in tensors]
 
 
+@pytest.mark.rule("5.111", "5.112")
 def test_a2_one_failing_peer_does_not_hide_the_others(spawn: Spawner, pair: Pair) -> None:
     _ready(pair)
     mode, backend = pair.combo.mode, pair.combo.backend
@@ -144,6 +146,7 @@ def test_a2_one_failing_peer_does_not_hide_the_others(spawn: Spawner, pair: Pair
     pair.blocks_right([1, 2], [3, 0], peer=third)
 
 
+@pytest.mark.rule("5.84", "5.113", "5.114")
 def test_a3_asking_early_gives_no_final_answer(pair: Pair) -> None:
     _ready(pair)
     target = Target(pair, range(0, 4), range(0, 4))
@@ -189,6 +192,7 @@ def _arrives(w: World, stride: int, tensor: int = 7) -> bool:
 
 
 @pytest.mark.parametrize(("sync", "code"), [({"fail": 1}, INVALID), ({"error": 1}, FAILED)], ids=str)
+@pytest.mark.rule("5.109", "5.110")
 def test_a4_a_synchronizer_that_fails(pair: Pair, sync: dict[str, int], code: LLMStatusCode) -> None:
     _ready(pair)
     target = Target(pair, range(0, 3), range(0, 3))
@@ -206,6 +210,7 @@ def _cause_of_task(w: World) -> str:
     return repr(error.__cause__)
 
 
+@pytest.mark.rule("5.87", "5.90", "5.94")
 def test_a5_layers_correspond_by_position(pair: Pair) -> None:
     _ready(pair)
     overall, results, calls = _run_one(pair, range(1, 2), range(0, 1)).ok()
@@ -214,6 +219,7 @@ def test_a5_layers_correspond_by_position(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [None, 0, FOUR.stride])
+@pytest.mark.rule("5.103")
 def test_a5_none_and_zero_mean_the_sources_block_bytes(pair: Pair, nbytes: int | None) -> None:
     _ready(pair)
     assert _run_one(pair, range(0, 4), range(0, 4), nbytes=nbytes).ok()[0] == SUCCESS
@@ -225,6 +231,7 @@ def _refused(outcome: Any) -> bool:
     return outcome.code == INVALID or (outcome.error is None and outcome.value[0] == INVALID)
 
 
+@pytest.mark.rule("5.105")
 def test_a5_a_wrong_block_size_is_refused(pair_b: Pair) -> None:
     _ready(pair_b)
     assert _refused(_run_one(pair_b, range(0, 4), range(0, 4), nbytes=FOUR.stride // 2))
@@ -238,12 +245,14 @@ def test_a5_a_block_size_beyond_the_source_is_refused_for_raw_addresses(pair_a: 
 
 
 @pytest.mark.parametrize("nbytes", [None, 0])
+@pytest.mark.rule("5.99")
 def test_a5_slot_to_blocks_needs_the_block_size(pair: Pair, nbytes: int | None) -> None:
     _ready(pair)
     assert _refused(_run_one(pair, range(0, 4), range(0, 4), blocks=(None, [3, 0]), nbytes=nbytes))
     pair.unchanged()
 
 
+@pytest.mark.rule("5.104", "5.105")
 def test_a_slot_goes_into_blocks_in_pieces(pair: Pair) -> None:
     pair.up()
     pair.slots("src", Shape(tensors=8, dim0=2, stride=28))
@@ -252,6 +261,7 @@ def test_a_slot_goes_into_blocks_in_pieces(pair: Pair) -> None:
     pair.right([([0, 8, 16], [8, 24, 40], 8), ([24], [56], 4)])
 
 
+@pytest.mark.rule("5.101")
 def test_a_slot_goes_to_a_slot(pair: Pair) -> None:
     pair.up()
     shape = Shape(tensors=8, dim0=3, stride=64)
@@ -266,6 +276,7 @@ def test_a_slot_goes_to_a_slot(pair: Pair) -> None:
     pair.right([([64], [128], 64)])
 
 
+@pytest.mark.rule("5.84", "5.85")
 def test_each_mode_takes_its_own_kind_of_config(pair: Pair) -> None:
     _ready(pair)
     keyed = dd.TransferWithCacheKeyConfig(of_model(0, D_ID), range(4), range(4))
@@ -275,6 +286,7 @@ def test_each_mode_takes_its_own_kind_of_config(pair: Pair) -> None:
     pair.unchanged()
 
 
+@pytest.mark.rule("5.86")
 def test_a_host_source_is_refused(pair: Pair) -> None:
     pair.up()
     pair.source(shape=FOUR, placement="HOST", accessible=True)
@@ -283,6 +295,7 @@ def test_a_host_source_is_refused(pair: Pair) -> None:
     pair.unchanged()
 
 
+@pytest.mark.rule("5.116")
 def test_a_cancelled_task(pair: Pair) -> None:
     _ready(pair)
     target = Target(pair, range(0, 4), range(0, 4))

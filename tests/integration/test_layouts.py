@@ -16,6 +16,7 @@ GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 MANY = Shape(tensors=61, dim0=4, stride=128)
 
 
+@pytest.mark.rule("5.17", "5.19", "5.22")
 def test_y1_one_tensor_per_layer(pair: Pair) -> None:
     pair.up()
     pair.source(shape=MANY)
@@ -27,6 +28,7 @@ def test_y1_one_tensor_per_layer(pair: Pair) -> None:
     pair.blocks_right([1], [2], tensors=[(3, 3)])
 
 
+@pytest.mark.rule("5.21")
 def test_y1_all_tensors_without_a_range(pair: Pair) -> None:
     pair.up()
     pair.source(shape=MANY)
@@ -39,6 +41,7 @@ def test_y1_all_tensors_without_a_range(pair: Pair) -> None:
     pair.blocks_right([3], [0], source="one", name="single")
 
 
+@pytest.mark.rule("5.77")
 def test_y1_all_tensors_of_a_push_without_a_range(pair_b: Pair) -> None:
     pair = pair_b.up()
     pair.source(shape=MANY)
@@ -74,6 +77,7 @@ def _tensors(dst: range, src: range) -> list[tuple[int, int]]:
     return [(2 * d + k, 2 * s + k) for d, s in zip(dst, src, strict=True) for k in (0, 1)]
 
 
+@pytest.mark.rule("5.17")
 def test_y3_layers_correspond_by_position(pair: Pair) -> None:
     pair.up()
     pair.source(shape=Shape(tensors=8))
@@ -82,6 +86,7 @@ def test_y3_layers_correspond_by_position(pair: Pair) -> None:
     pair.blocks_right([1], [2], tensors=_tensors(range(10, 14), range(0, 4)))
 
 
+@pytest.mark.rule("5.24")
 def test_y3_one_range_into_a_cache_of_exactly_that_many_tensors(pair: Pair) -> None:
     pair.up()
     pair.source(shape=Shape(tensors=8))
@@ -90,6 +95,7 @@ def test_y3_one_range_into_a_cache_of_exactly_that_many_tensors(pair: Pair) -> N
     pair.blocks_right([1], [2], tensors=_tensors(range(0, 2), range(2, 4)))
 
 
+@pytest.mark.rule("5.24")
 def test_y3_one_range_for_the_destination(pair: Pair) -> None:
     pair.up()
     pair.source(shape=Shape(tensors=4))
@@ -110,6 +116,7 @@ BAD_RANGES: list[tuple[Any, Any, Any]] = [
 ]
 
 
+@pytest.mark.rule("5.15", "5.16", "5.18", "5.20", "5.23", "5.24", "5.25")
 def test_y3_ranges_that_cannot_be_met(pair: Pair) -> None:
     pair.up()
     cache_id = pair.slots("slots", shape=Shape(tensors=8))
@@ -131,6 +138,7 @@ def test_y3_ranges_that_cannot_be_met(pair: Pair) -> None:
     pair.unchanged("into")
 
 
+@pytest.mark.rule("5.21")
 def test_y3_an_empty_range_means_all_tensors(pair: Pair) -> None:
     pair.up()
     pair.source(shape=Shape(tensors=8))
@@ -139,6 +147,7 @@ def test_y3_an_empty_range_means_all_tensors(pair: Pair) -> None:
     pair.blocks_right([1], [2])
 
 
+@pytest.mark.rule("5.46")
 def test_y_numbers_of_tensors_must_be_equal(pair: Pair) -> None:
     pair.up()
     pair.source(shape=Shape(tensors=4))
@@ -149,6 +158,7 @@ def test_y_numbers_of_tensors_must_be_equal(pair: Pair) -> None:
 
 @pytest.mark.parametrize("source", ["HOST", "DEVICE"])
 @pytest.mark.parametrize("destination", ["HOST", "DEVICE"])
+@pytest.mark.rule("5.140", "5.141", "5.142")
 def test_y4_any_placement_to_any(pair: Pair, source: str, destination: str) -> None:
     pair.up()
     pair.source(placement=source, accessible=True)
@@ -161,6 +171,7 @@ def test_y4_any_placement_to_any(pair: Pair, source: str, destination: str) -> N
         pair.blocks_right([4], [5])
 
 
+@pytest.mark.rule("6.16", "6.17", "6.18")
 def test_y4_host_memory_is_not_accessible_by_default(pair_b: Pair) -> None:
     pair = pair_b.up()
     pair.source(placement="HOST")

@@ -23,6 +23,7 @@ def _up(peer: Any, cluster_id: int, mode: str = "A", backend: str = "auto", list
     return peer.call(actors.up, cluster_id, actors.options(mode, backend, listen))
 
 
+@pytest.mark.rule("1.36", "4.15", "4.25")
 def test_link_to_nobody_fails_at_once(spawn: Spawner) -> None:
     peer = spawn()
     _up(peer, D_ID)
@@ -33,12 +34,14 @@ def test_link_to_nobody_fails_at_once(spawn: Spawner) -> None:
     assert len(peer.call(actors.log_records, "WARNING")) == 1
 
 
+@pytest.mark.rule("4.13")
 def test_link_with_an_empty_list(spawn: Spawner) -> None:
     peer = spawn()
     _up(peer, D_ID)
     assert peer.call(actors.link, []) == (INVALID, [])
 
 
+@pytest.mark.rule("4.6")
 @pytest.mark.parametrize("bad", [0, -1, 2**31, 1.5, True])
 def test_link_refuses_a_bad_timeout(spawn: Spawner, bad: Any) -> None:
     peer = spawn()
@@ -50,6 +53,7 @@ def test_link_refuses_a_bad_timeout(spawn: Spawner, bad: Any) -> None:
         assert isinstance(outcome.error, ValueError) or outcome.code == INVALID
 
 
+@pytest.mark.rule("4.17")
 @pytest.mark.parametrize("count", [0, 2])
 def test_link_needs_exactly_one_remote_address(spawn: Spawner, count: int) -> None:
     peer = spawn()
@@ -64,6 +68,7 @@ def _link_with_addresses(w: World, addresses: list[tuple[str, int]]) -> Any:
     return w.dist.link_clusters([info], 1000)
 
 
+@pytest.mark.rule("4.18")
 def test_link_needs_local_ip_info(spawn: Spawner) -> None:
     peer = spawn()
     _up(peer, D_ID)
@@ -77,6 +82,7 @@ def _link_without_local_info(w: World) -> Any:
     return w.dist.link_clusters([info], 1000)
 
 
+@pytest.mark.rule("3.35", "4.19")
 def test_local_comm_res_makes_local_ip_info_needless(spawn: Spawner) -> None:
     p, d = spawn(), spawn()
     address = _up(p, P_ID, "B", listen="127.0.0.1:0")
@@ -92,6 +98,7 @@ def _link_bare(w: World, address: tuple[str, int]) -> Any:
     return w.dist.link_clusters([info], 3000)
 
 
+@pytest.mark.rule("4.31", "5.4")
 def test_the_two_sides_must_have_one_mode(spawn: Spawner) -> None:
     p, d = spawn(), spawn()
     address = _up(p, P_ID, "A", listen="127.0.0.1:0")
@@ -100,6 +107,7 @@ def test_the_two_sides_must_have_one_mode(spawn: Spawner) -> None:
     assert d.call(actors.links) == [] and p.call(actors.links) == []
 
 
+@pytest.mark.rule("4.34")
 def test_transports_without_overlap_fail_with_the_reason(spawn: Spawner) -> None:
     p, d = spawn(), spawn()
     address = _up(p, P_ID, "A", "tcp", "127.0.0.1:0")
@@ -110,6 +118,7 @@ def test_transports_without_overlap_fail_with_the_reason(spawn: Spawner) -> None
     assert "local" in record[2] and "tcp" in record[2]
 
 
+@pytest.mark.rule("4.33")
 def test_another_live_process_with_the_same_id(spawn: Spawner) -> None:
     p, d, other = spawn(), spawn(), spawn()
     address = _up(p, P_ID, listen="127.0.0.1:0")
@@ -121,6 +130,7 @@ def test_another_live_process_with_the_same_id(spawn: Spawner) -> None:
     assert [i for i, _, _ in p.call(actors.links)] == [D_ID]
 
 
+@pytest.mark.rule("4.35")
 def test_ids_must_be_unique(spawn: Spawner) -> None:
     p, d = spawn(), spawn()
     address = _up(p, 5, listen="127.0.0.1:0")
@@ -131,6 +141,7 @@ def test_ids_must_be_unique(spawn: Spawner) -> None:
     assert "unique" in record[2]
 
 
+@pytest.mark.rule("4.36")
 def test_a_link_to_myself(pair: Pair) -> None:
     mode, backend = pair.combo.mode, pair.combo.backend
     address = _up(pair.d, D_ID, mode, backend, "127.0.0.1:0")
@@ -145,6 +156,7 @@ def test_a_link_to_myself(pair: Pair) -> None:
         assert not pair.d.call(actors.compare, "dst", seed=3, src_tensor_nbytes=8192, pieces=pieces)
 
 
+@pytest.mark.rule("4.12")
 def test_a_link_serves_both_directions(pair: Pair) -> None:
     pair.up()
     pair.d.call(actors.blocks_cache, "src", seed=3, model_id=0)
@@ -154,6 +166,7 @@ def test_a_link_serves_both_directions(pair: Pair) -> None:
     assert not pair.p.call(actors.compare, "dst", seed=3, src_tensor_nbytes=8192, pieces=pieces)
 
 
+@pytest.mark.rule("4.21")
 def test_many_links_of_one_call(spawn: Spawner) -> None:
     d, others = spawn(), [spawn() for _ in range(3)]
     _up(d, D_ID)
@@ -162,6 +175,7 @@ def test_many_links_of_one_call(spawn: Spawner) -> None:
     assert sorted(i for i, _, _ in d.call(actors.links)) == [10, 11, 12]
 
 
+@pytest.mark.rule("4.42")
 def test_unlink_tells_the_peer(pair: Pair) -> None:
     pair.up()
     assert pair.d.call(actors.unlink, [P_ID]) == (SUCCESS, [SUCCESS])
@@ -170,12 +184,14 @@ def test_unlink_tells_the_peer(pair: Pair) -> None:
     pair.link()
 
 
+@pytest.mark.rule("4.39")
 def test_unlink_of_an_unknown_cluster(spawn: Spawner) -> None:
     peer = spawn()
     _up(peer, D_ID)
     assert peer.call(actors.unlink, [99]) == (SUCCESS, [SUCCESS])
 
 
+@pytest.mark.rule("4.40")
 def test_forced_unlink_drops_my_side(pair: Pair) -> None:
     pair.up()
     outcome = pair.d.attempt(actors.unlink, [P_ID], 3000, True)
@@ -184,6 +200,7 @@ def test_forced_unlink_drops_my_side(pair: Pair) -> None:
     assert pair.d.call(actors.links) == []
 
 
+@pytest.mark.rule("4.74", "4.75", "4.77")
 def test_check_link_status_says_what_is_wrong(pair: Pair) -> None:
     pair.up(timeout_ms=1000)
     pair.d.call(actors.check_link, P_ID)
@@ -196,6 +213,7 @@ def test_check_link_status_says_what_is_wrong(pair: Pair) -> None:
     pair.d.call(actors.check_link, P_ID)
 
 
+@pytest.mark.rule("4.85", "4.91", "4.93")
 def test_a_killed_peer_is_noticed_at_once(pair: Pair) -> None:
     pair.up()
     pair.destination()
@@ -206,6 +224,7 @@ def test_a_killed_peer_is_noticed_at_once(pair: Pair) -> None:
     assert outcome.elapsed < AT_ONCE
 
 
+@pytest.mark.rule("4.96")
 def test_links_says_which_transport_and_why(pair: Pair) -> None:
     pair.up()
     fields = pair.d.call(_link_fields)
@@ -226,6 +245,7 @@ def _link_fields(w: World) -> dict[str, str]:
     }
 
 
+@pytest.mark.rule("1.38", "3.7", "3.11")
 def test_use_before_init_and_after_finalize(spawn: Spawner) -> None:
     peer = spawn()
     before, after, again = peer.call(_life)

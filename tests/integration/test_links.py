@@ -24,6 +24,7 @@ def _listed(peer: Any, *cluster_ids: int) -> bool:
     return wait_until(lambda: [i for i, _, _ in peer.call(actors.links)] == list(cluster_ids), AT_ONCE)
 
 
+@pytest.mark.rule("4.15", "4.27")
 def test_l4_another_engine_answers_at_the_address(pair: Pair) -> None:
     mode, backend = pair.combo.mode, pair.combo.backend
     address = pair.p.call(actors.up, 7, actors.options(mode, backend, "127.0.0.1:0"))
@@ -47,6 +48,7 @@ def _link_error(w: World, cluster_id: int) -> str | None:
     return w.dist.link_error(cluster_id)  # type: ignore[no-any-return]
 
 
+@pytest.mark.rule("4.7", "4.22", "4.23")
 def test_l5_the_same_link_is_asked_for_again(pair: Pair) -> None:
     pair.up(d_listens=True)
     shape = Shape(dim0=64, stride=65536)
@@ -73,6 +75,7 @@ def _listen_address(w: World) -> Any:
     return w.dist.listen_address
 
 
+@pytest.mark.rule("4.8", "4.11")
 def test_l5_the_same_cluster_twice_in_one_call(pair: Pair) -> None:
     pair.up(link=False)
     got = pair.d.call(actors.link, [(P_ID, pair.address), (P_ID, pair.address)])
@@ -80,6 +83,7 @@ def test_l5_the_same_cluster_twice_in_one_call(pair: Pair) -> None:
     assert _listed(pair.d, P_ID)
 
 
+@pytest.mark.rule("4.24")
 @pytest.mark.parametrize(
     "rounds", [30, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
 )
@@ -127,6 +131,7 @@ def _resources_are_back(w: World) -> None:
     assert fits, f"fds, threads are {actors.resources(w)}, were {noted}"
 
 
+@pytest.mark.rule("4.32", "4.94")
 @pytest.mark.parametrize("rounds", [4, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
 def test_l7_a_killed_peer_comes_back_with_other_memory(spawn: Spawner, pair: Pair, rounds: int) -> None:
     pair.up()

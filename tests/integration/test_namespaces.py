@@ -85,6 +85,7 @@ def moves_both_ways(pair: Pair) -> None:
         assert not target.call(actors.compare, "dst", seed=20 + at, src_tensor_nbytes=8192, pieces=pieces)
 
 
+@pytest.mark.rule("4.12", "4.110", "4.112")
 @pytest.mark.parametrize("mode", ["A", "B"])
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", ":0"])
 def test_n3_the_bind_address_is_never_the_address_to_dial(
@@ -133,6 +134,7 @@ def test_n1_a_scope_that_does_not_exist(hosts: Any) -> None:
     pair.p.attempt(actors.up, P_ID, values).expect(LLMStatusCode.LLM_FAILED, "[fe80::1%nowhere]:0")
 
 
+@pytest.mark.rule("4.110")
 @pytest.mark.parametrize("family", ["v4", "v6"])
 def test_n1_both_families_on_one_port(nets: Nets, hosts: Any, family: str) -> None:
     pair = hosts("B")
@@ -144,6 +146,7 @@ def test_n1_both_families_on_one_port(nets: Nets, hosts: Any, family: str) -> No
     moves_both_ways(pair)
 
 
+@pytest.mark.rule("4.64", "4.65")
 def test_n3_a_rank_table_of_two_servers(nets: Nets, hosts: Any) -> None:
     """The devices' own addresses lead nowhere, as those of cards do; the hosts' do."""
     pair = hosts("B")
@@ -175,6 +178,7 @@ def _listens(w: World) -> Any:
     return w.dist.listen_address
 
 
+@pytest.mark.rule("4.111", "4.112")
 @pytest.mark.parametrize("advertised", [None, "198.51.100.7"])
 def test_n3_only_advertise_ip_is_told(nets: Nets, hosts: Any, advertised: str | None) -> None:
     pair = hosts("A")

@@ -20,6 +20,7 @@ WAIT_TIMEOUT = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
 MIB = 1 << 20
 
 
+@pytest.mark.rule("4.98", "4.99", "4.100")
 def test_both_sides_send_and_fetch_in_order(pair: Pair) -> None:
     pair.up()
     largest = ("n" * (64 << 10), bytes(range(256)) * 256)
@@ -41,6 +42,7 @@ def test_to_oneself_and_to_nobody(pair: Pair) -> None:
     assert pair.p.call(notify_actors.get_notifies) == [(P_ID, "self", b"s")]
 
 
+@pytest.mark.rule("4.103")
 def test_pulls_notify_their_owner(pair: Pair) -> None:
     pair.up()
     pair.source()
@@ -53,6 +55,7 @@ def test_pulls_notify_their_owner(pair: Pair) -> None:
     pair.blocks_right([1], [2])
 
 
+@pytest.mark.rule("4.103")
 def test_pushes_notify_their_destination(pair_b: Pair) -> None:
     pair = pair_b.up()
     pair.source()
@@ -65,6 +68,7 @@ def test_pushes_notify_their_destination(pair_b: Pair) -> None:
     pair.blocks_right([1], [2])
 
 
+@pytest.mark.rule("4.105")
 def test_a_push_that_moves_nothing_still_notifies_nobody_on_failure(pair_b: Pair) -> None:
     pair = pair_b.up()
     pair.source()
@@ -79,6 +83,7 @@ def test_a_push_that_moves_nothing_still_notifies_nobody_on_failure(pair_b: Pair
     assert pair.d.call(notify_actors.get_notifies) == []
 
 
+@pytest.mark.rule("4.105")
 def test_a_failed_pull_notifies_nobody(pair: Pair) -> None:
     pair.up()
     pair.source()
@@ -90,6 +95,7 @@ def test_a_failed_pull_notifies_nobody(pair: Pair) -> None:
     assert pair.p.call(notify_actors.get_notifies) == []
 
 
+@pytest.mark.rule("4.101", "4.102")
 def test_a_full_queue_refuses_while_the_data_is_complete(pair: Pair) -> None:
     pair.up(timeout_ms=5000)
     pair.source()
@@ -106,6 +112,7 @@ def test_a_full_queue_refuses_while_the_data_is_complete(pair: Pair) -> None:
     assert pair.p.call(notify_actors.get_notifies) == [(D_ID, "three", b"")]
 
 
+@pytest.mark.rule("4.102")
 def test_a_push_to_a_full_queue_is_complete_as_well(pair_b: Pair) -> None:
     pair = pair_b.up(timeout_ms=5000)
     pair.source()
@@ -116,6 +123,7 @@ def test_a_push_to_a_full_queue_is_complete_as_well(pair_b: Pair) -> None:
     pair.blocks_right([1], [2])
 
 
+@pytest.mark.rule("4.104")
 @pytest.mark.parametrize("mode", ["A", "B"])
 def test_the_data_is_there_before_the_notification(spawn: Spawner, mode: str) -> None:
     """Over a slow link, seen from the other side: nothing comes while the bytes still move."""
@@ -133,6 +141,7 @@ def test_the_data_is_there_before_the_notification(spawn: Spawner, mode: str) ->
         pair.blocks_right(blocks, blocks)
 
 
+@pytest.mark.rule("4.105")
 def test_a_stopped_process_gets_nothing_of_a_call_that_failed(spawn: Spawner) -> None:
     pair = make_pair(spawn, Combo("B", "local")).up(timeout_ms=1000, HeartbeatIntervalMs="5000")
     pair.source()
@@ -149,6 +158,7 @@ def test_a_stopped_process_gets_nothing_of_a_call_that_failed(spawn: Spawner) ->
     assert pair.p.call(notify_actors.get_notifies) == [(D_ID, "later", b"")]
 
 
+@pytest.mark.rule("4.105")
 def test_a_stopped_destination_gets_nothing_of_a_push_that_failed(spawn: Spawner) -> None:
     pair = make_pair(spawn, Combo("B", "local")).up(timeout_ms=1000, HeartbeatIntervalMs="5000")
     pair.source()

@@ -55,6 +55,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("combo", "what", "alone"), WAYS)
+@pytest.mark.rule("5.136")
 def test_what_overlaps_is_refused_and_the_rest_works(combo: Combo, what: str, alone: bool) -> None:
     with Shared(combo, alone=alone) as shared:
         assert shared.outcome(what, BLOCKS) == INVALID

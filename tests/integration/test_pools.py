@@ -25,6 +25,7 @@ KILLS = [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(600)])
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.rule("6.37", "6.70", "6.74", "6.75")
 def test_r2_pool_memory_comes_back_and_is_refused_only_when_it_is_out(pair: Pair, rounds: int) -> None:
     pair.up(timeout_ms=10_000, MemPoolConfig=allocated.pool(64 * MIB))
     pair.source(shape=Shape(tensors=4, dim0=4, stride=MIB // 4))
@@ -112,6 +113,7 @@ def test_r3_a_killed_process_leaves_nothing_and_the_next_starts(
         assert _files() == before
 
 
+@pytest.mark.rule("6.13", "6.15", "6.46")
 def test_m4_a_refused_registration_or_allocation_leaves_nothing(pair: Pair) -> None:
     pair.up(MemPoolConfig=allocated.pool(MIB))
     pair.destination()
@@ -170,6 +172,7 @@ def dist() -> Iterator[dd.LLMDataDist]:
     made.finalize()
 
 
+@pytest.mark.rule("3.14")
 def test_a_pool_that_cannot_be_had_is_refused_at_init_and_leaves_nothing(dist: dd.LLMDataDist) -> None:
     fds = len(os.listdir("/proc/self/fd"))
     with pytest.raises(
@@ -183,16 +186,19 @@ def test_a_pool_that_cannot_be_had_is_refused_at_init_and_leaves_nothing(dist: d
     assert dist.cache_manager.pool_info(Placement.DEVICE).total_nbytes == MIB
 
 
+@pytest.mark.rule("3.44")
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "7", "{}", '{"memory_size": 0}', '{"memory_size": 65535}', allocated.pool(1 << 16, 9)],
 )
 @pytest.mark.parametrize("key", ["MemPoolConfig", "HostMemPoolConfig"])
+@pytest.mark.rule("3.46", "6.61", "6.63", "6.64")
 def test_a_bad_pool_option_is_refused_at_init(dist: dd.LLMDataDist, key: str, text: str) -> None:
     with pytest.raises(dd.ParamInvalidError, match=f"llm.{key}"):
         dist.init(options(**{key: text}))
 
 
+@pytest.mark.rule("6.36")
 def test_a_placement_without_a_pool_is_named_with_its_property(dist: dd.LLMDataDist) -> None:
     dist.init(options())
     for placement, name in (
@@ -209,6 +215,39 @@ def test_a_placement_without_a_pool_is_named_with_its_property(dist: dd.LLMDataD
                 call()
 
 
+@pytest.mark.rule("6.65")
+def test_unknown_fields_of_a_pool_are_one_warning(
+    dist: dd.LLMDataDist, caplog: pytest.LogCaptureFixture
+) -> None:
+    dist.init(options(MemPoolConfig='{"memory_size": 1048576, "huge_pages": true, "numa": [1]}'))
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "huge_pages" in warnings[0] and "numa" in warnings[0]
+    assert dist.cache_manager.pool_info(Placement.DEVICE).total_nbytes == MIB
+
+
+@pytest.mark.rule("6.14", "6.44", "6.45")
+def test_what_is_not_allocated_is_left_alone(dist: dd.LLMDataDist) -> None:
+    dist.init(options(MemPoolConfig=allocated.pool(MIB)))
+    manager = dist.cache_manager
+    pooled = manager.allocate_cache(allocated.desc_of(1, 1, MIB))
+    desc = allocated.desc_of(1, 2, 1024)
+    slots = manager.register_cache(desc, [pooled.tensor_addrs[0]])
+    paged = manager.register_blocks_cache(desc, [pooled.tensor_addrs[0]])
+    manager.deallocate_cache(slots)
+    manager.deallocate_blocks_cache(paged)
+    manager.deallocate_cache(dd.Cache(99, desc, [4096]))
+    manager.deallocate_blocks_cache(dd.Cache(99, desc, [4096], True))
+    assert [c.cache_id for c in manager.caches()] == [1, 2, 3]
+    for wrong in (lambda: manager.deallocate_blocks_cache(pooled), lambda: manager.deallocate_cache(paged)):
+        with pytest.raises(dd.ParamInvalidError, match="use deallocate"):
+            wrong()
+    manager.deallocate_cache(pooled)
+    manager.deallocate_cache(pooled)
+    assert [c.cache_id for c in manager.caches()] == [2, 3]
+
+
+@pytest.mark.rule("6.35", "6.62", "6.66", "6.67", "6.71")
 def test_a_tail_under_a_page_is_not_used_and_small_pages_work(dist: dd.LLMDataDist) -> None:
     dist.init(
         options(MemPoolConfig=allocated.pool(3 * MIB + 1), HostMemPoolConfig=allocated.pool(5 * 1024 + 7, 10))
@@ -224,6 +263,7 @@ def test_a_tail_under_a_page_is_not_used_and_small_pages_work(dist: dd.LLMDataDi
     assert manager.pool_info(Placement.DEVICE).free_nbytes == 3 * MIB - (1 << 16)
 
 
+@pytest.mark.rule("3.11")
 def test_finalize_gives_the_pools_back_and_the_next_life_starts_at_1(dist: dd.LLMDataDist) -> None:
     ids = []
     for _ in range(2):

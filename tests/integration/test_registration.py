@@ -65,7 +65,9 @@ def _register_bad(w: World, kind: str) -> list[tuple[str, list[str]]]:
     ]
 
 
+@pytest.mark.rule("2.7")
 @pytest.mark.parametrize("kind", ["blocks", "slots"])
+@pytest.mark.rule("2.7", "6.3", "6.4", "6.5", "6.8", "6.9", "6.15")
 def test_m1_a_bad_region_is_refused_by_register_itself(spawn: Spawner, kind: str) -> None:
     peer = spawn()
     peer.call(actors.up, P_ID, actors.options())
@@ -77,6 +79,7 @@ def test_m1_a_bad_region_is_refused_by_register_itself(spawn: Spawner, kind: str
 
 
 @pytest.mark.parametrize("stride", [1, 7, 4097])
+@pytest.mark.rule("6.10")
 def test_m2_any_alignment_on_either_side(pair: Pair, stride: int) -> None:
     pair.up()
     skews = (1, 0x200, 4095)
@@ -94,6 +97,7 @@ def test_m2_any_alignment_on_either_side(pair: Pair, stride: int) -> None:
             pair.d.call(actors.refill, f"dst{dst}", None)
 
 
+@pytest.mark.rule("6.11")
 def test_m3_a_cache_of_many_tensors(pair: Pair) -> None:
     pair.up()
     shape = Shape(tensors=376, dim0=3, stride=64)
@@ -127,6 +131,7 @@ def _many_caches(w: World, models: range) -> None:
         w.dist.cache_manager.register_blocks_cache(desc, [addresses[model]], key)
 
 
+@pytest.mark.rule("6.13", "6.15")
 def test_m4_a_refused_registration_leaves_nothing(pair: Pair) -> None:
     pair.up()
     pair.destination()
@@ -147,6 +152,7 @@ def _register_good_and_bad(w: World) -> str:
     )
 
 
+@pytest.mark.rule("6.15", "6.21", "6.22", "6.23")
 def test_m4_a_refused_key_leaves_nothing(pair: Pair) -> None:
     pair.up()
     first = pair.slots("first", keys=[(7, 0)])
@@ -158,6 +164,7 @@ def test_m4_a_refused_key_leaves_nothing(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("first_gone", ["aux", "kv"])
+@pytest.mark.rule("6.24", "6.25")
 def test_m5_the_later_cache_takes_the_block_key_over(pair: Pair, first_gone: str) -> None:
     pair.up()
     pair.p.call(actors.watch_logs)

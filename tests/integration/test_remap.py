@@ -52,6 +52,7 @@ def _hears_of(w: World, cache_id: int, word: int) -> bool:
     return wait_until(lambda: table.find(name)[0].word.value == word)  # type: ignore[index]
 
 
+@pytest.mark.rule("6.96")
 def test_peers_read_the_new_memory_under_the_same_id_and_key(pair: Pair) -> None:
     pair.up()
     cache_id = pair.source()
@@ -76,6 +77,7 @@ def test_peers_read_the_new_memory_under_the_same_id_and_key(pair: Pair) -> None
     pair.blocks_right([3], [2], "other")
 
 
+@pytest.mark.rule("6.96")
 def test_a_reader_of_the_old_generation_notices(pair: Pair) -> None:
     pair.up(timeout_ms=10_000)
     cache_id = pair.slots()
@@ -108,6 +110,7 @@ def test_an_allocated_cache_keeps_its_keys_and_pages(pair_a: Pair) -> None:
     assert pair_a.p.call(allocated.all_free)
 
 
+@pytest.mark.rule("6.91", "6.92", "6.95")
 def test_what_is_refused_changes_nothing(pair: Pair) -> None:
     pair.up()
     pair.p.call(_register_two)

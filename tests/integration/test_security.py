@@ -38,12 +38,14 @@ def _dangers(source: str) -> list[str]:
     return found
 
 
+@pytest.mark.rule("4.107")
 def test_z1_nothing_that_a_peer_sends_can_be_executed() -> None:
     assert _dangers("import pickle\neval('1')") == ["pickle", "eval"]
     bad = {str(p): d for p in SRC.rglob("*.py") if (d := _dangers(p.read_text()))}
     assert not bad
 
 
+@pytest.mark.rule("3.31", "4.109")
 def test_z1_only_the_given_port_is_open(spawn: Spawner) -> None:
     peer = spawn()
     assert peer.call(_listening) == []
@@ -184,7 +186,9 @@ def _push_to(w: World, addresses: list[int]) -> Any:
     return task.get_results(10_000)
 
 
+@pytest.mark.rule("4.113", "4.114")
 @pytest.mark.parametrize("kind", ["outside", "one byte past", "not accessible", "unregistered", "across"])
+@pytest.mark.rule("4.113", "4.114", "5.91")
 def test_z4_a_peer_cannot_name_addresses_outside_accessible_caches(pair_a: Pair, kind: str) -> None:
     pair = pair_a.up()
     pair.source(shape=FOUR)

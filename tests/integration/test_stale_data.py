@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from llm_datadist import LLMException, LLMStatusCode
 from tests.support import actors
 from tests.support.memory import Mapping
-from tests.support.pair import SEED, SUCCESS, Pair, Shape, by_id, by_request, of_model
+from tests.support.pair import D_ID, SEED, SUCCESS, Pair, Shape, by_id, by_request, of_model
 from tests.support.pool import Spawner
 from tests.support.slow import slow_pair
 from tests.support.world import World
@@ -27,6 +26,7 @@ def _rounds(pair: Pair, full: int, few: int) -> int:
 
 
 @pytest.mark.parametrize("kind", ["blocks", "request", "id"])
+@pytest.mark.rule("5.12", "6.28", "6.33")
 def test_s1_a_withdrawn_cache_is_not_read(pair: Pair, kind: str) -> None:
     if kind == "request" and pair.combo.mode == "B":
         pytest.skip("mode B has no request keys for pull_cache")
@@ -57,6 +57,7 @@ GENERATION_SHAPE = Shape(tensors=4, dim0=32, stride=65536)  # long enough to be 
 
 
 @pytest.mark.parametrize(("seconds", "at_least"), [(2.0, 10), pytest.param(10.0, 50, marks=pytest.mark.slow)])
+@pytest.mark.rule("5.14", "6.33")
 def test_s2_a_pull_holds_one_generation_only(pair: Pair, seconds: float, at_least: int) -> None:
     pair.up()
     pair.p.call(actors.make, "src", **GENERATION_SHAPE.memory())
@@ -126,6 +127,7 @@ def test_s3_a_larger_mapping_at_the_same_address(pair: Pair) -> None:
     pair.blocks_right([31], [31])
 
 
+@pytest.mark.rule("5.11")
 def test_s4_a_cache_registered_after_linking_is_seen_at_once(pair: Pair) -> None:
     pair.up()
     pair.destination()
@@ -137,6 +139,7 @@ def test_s4_a_cache_registered_after_linking_is_seen_at_once(pair: Pair) -> None
         pair.d.call(actors.refill, "dst", None)
 
 
+@pytest.mark.rule("5.11", "6.19")
 def test_s4_slots_by_id_and_request_are_seen_at_once(pair: Pair) -> None:
     pair.up()
     pair.slot_destination()
@@ -149,6 +152,7 @@ def test_s4_slots_by_id_and_request_are_seen_at_once(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("mode", ["A", "B"])
+@pytest.mark.rule("5.6", "6.29", "6.33")
 def test_s5_memory_withdrawn_while_it_is_read(spawn: Spawner, mode: str) -> None:
     with slow_pair(spawn, mode) as pair:
         pair.up_slow()
@@ -187,20 +191,21 @@ def _unregister_and_unmap(w: World) -> float:
     return returned
 
 
-def test_memory_that_is_no_longer_mapped_fails_and_the_link_lives(
-    pair_of: Callable[[str, str], Pair],
-) -> None:
+@pytest.mark.rule("5.129", "5.130")
+def test_memory_that_is_no_longer_mapped_fails_and_the_link_lives(pair: Pair) -> None:
     """A cache whose memory its owner unmapped without unregistering: LLM_FAILED, and the link lives."""
-    for backend in ("local", "tcp"):
-        pair = pair_of("B", backend).up()
-        pair.source()
-        pair.source("other", model_id=1)
-        pair.destination()
-        pair.p.call(_unmap_under_the_cache)
-        pair.pull_blocks([0], [0]).expect(LLMStatusCode.LLM_FAILED)
-        pair.d.call(actors.refill, "dst", None)
-        pair.pull_blocks([3], [4], of_model(1)).ok()
-        pair.blocks_right([3], [4], source="other")
+    pair.up()
+    pair.source()
+    pair.source("other", model_id=1)
+    pair.destination(model_id=5)
+    pair.p.call(_unmap_under_the_cache)
+    pair.pull_blocks([0], [0]).expect(LLMStatusCode.LLM_FAILED, "unregister before unmapping")
+    if pair.combo.mode == "B":
+        push = pair.p.attempt(actors.push_blocks, of_model(5, D_ID), "src", [0], [0])
+        push.expect(LLMStatusCode.LLM_FAILED)
+    pair.d.call(actors.refill, "dst", None)
+    pair.pull_blocks([3], [4], of_model(1)).ok()
+    pair.blocks_right([3], [4], source="other")
 
 
 def _unmap_under_the_cache(w: World) -> None:

@@ -92,6 +92,7 @@ def hold_back(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Handler, "_announced", lambda *_: None)
 
 
+@pytest.mark.rule("5.14")
 def test_m5_a_key_taken_over_is_not_read_from_the_cache_that_had_it(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +118,7 @@ def test_a_key_removed_is_not_read_any_more_and_its_neighbour_is(
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["same size", "another size"])
+@pytest.mark.rule("5.14")
 def test_a_key_registered_again_is_read_in_its_new_block_size(
     two: Two, monkeypatch: pytest.MonkeyPatch, half: bool
 ) -> None:
@@ -131,6 +133,7 @@ def test_a_key_registered_again_is_read_in_its_new_block_size(
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["size it had", "another size"])
+@pytest.mark.rule("5.12")
 def test_a_key_that_is_gone_does_not_exist_whatever_the_destination(
     two: Two, monkeypatch: pytest.MonkeyPatch, half: bool
 ) -> None:

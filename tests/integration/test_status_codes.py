@@ -155,6 +155,7 @@ def test_every_code_that_the_page_gives_a_meaning_is_here() -> None:
     assert given == set(PRODUCERS) | BY_LATER_PEERS
 
 
+@pytest.mark.rule("1.21")
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_code(name: str, spawn: Spawner) -> None:
     combo, produce = PRODUCERS[name]

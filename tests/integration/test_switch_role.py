@@ -33,6 +33,7 @@ def _refused(port: int) -> bool:
     return False
 
 
+@pytest.mark.rule("4.79", "4.81", "4.82")
 def test_section_4_it_listens_where_the_options_say(spawn: Spawner) -> None:
     pair = make_pair(spawn, Combo("B", "auto")).up(link=False)
     address, port = pair.address
@@ -48,6 +49,7 @@ def test_section_4_it_listens_where_the_options_say(spawn: Spawner) -> None:
     pair.blocks_right([1], [2])
 
 
+@pytest.mark.rule("4.7", "4.80", "4.83")
 def test_section_4_without_the_option_it_stops_listening_and_roles_change_nothing(spawn: Spawner) -> None:
     pair = make_pair(spawn, Combo("B", "auto")).up(link=False)
     assert pair.p.call(switch, "DECODER") == (None, "DECODER")
@@ -65,6 +67,7 @@ def _role_of_peer(w: World) -> int:
     return int(w.dist._engine._state.links.links()[0].identity.role)
 
 
+@pytest.mark.rule("4.78")
 @pytest.mark.parametrize("side", ["p", "d"])
 def test_section_4_any_live_link_refuses_it(pair_of: Any, side: str) -> None:
     pair: Pair = pair_of("A", "auto").up()

@@ -26,6 +26,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("mode", ["A", "B"])
+@pytest.mark.rule("5.132", "5.134")
 def test_c1_one_slow_peer_holds_up_nobody(spawn: Spawner, mode: str) -> None:
     with slow_pair(spawn, mode) as pair:
         pair.up_slow()
@@ -145,6 +146,7 @@ def _mix(w: World, others: dict[int, Any], mode: str, seed: int, seconds: float)
 @pytest.mark.parametrize(
     "seconds", [3.0, pytest.param(30.0, marks=[pytest.mark.slow, pytest.mark.timeout(120)])]
 )
+@pytest.mark.rule("5.131")
 def test_c2_mixed_use_of_three_processes(spawn: Spawner, pair_of_two: Pair, seconds: float) -> None:
     pair = pair_of_two
     mode, backend = pair.combo.mode, pair.combo.backend
@@ -200,6 +202,7 @@ def _warm(peers: dict[int, Any], addresses: dict[int, Any]) -> None:
 # ---- C3 -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule("5.131")
 def test_c3_any_thread_may_use_what_another_made(pair: Pair) -> None:
     pair.up()
     shape = Shape(dim0=64)
@@ -226,6 +229,7 @@ def _pull_from_many_threads(w: World) -> None:
     asyncio.run(from_a_loop())
 
 
+@pytest.mark.rule("3.6")
 @pytest.mark.parametrize("mode", ["A", "B"])
 @pytest.mark.parametrize("backend", ["auto", "tcp", "local"])
 def test_c3_four_instances_in_one_process(spawn: Spawner, mode: str, backend: str) -> None:
@@ -259,6 +263,7 @@ def _four_instances(w: World, mode: str, backend: str) -> str:
     return ""
 
 
+@pytest.mark.rule("3.5")
 def test_c3_a_second_instance_needs_the_option(pair: Pair) -> None:
     pair.up()
     pair.source()
@@ -279,6 +284,7 @@ def _second_instance(w: World) -> None:
 TWO_SECONDS = Shape(tensors=1, dim0=20, stride=MIB)
 
 
+@pytest.mark.rule("4.45", "4.46", "4.47")
 @pytest.mark.parametrize(
     ("mode", "how"),
     [

@@ -9,6 +9,7 @@ import pytest
 
 from llm_datadist import LLMException, LLMStatusCode
 from tests.support import actors
+from tests.support.memory import FILL
 from tests.support.pair import (
     AT_ONCE,
     D_ID,
@@ -18,6 +19,7 @@ from tests.support.pair import (
     Pair,
     Shape,
     about,
+    by_id,
     make_pair,
     of_model,
 )
@@ -33,6 +35,7 @@ NOT_YET = LLMStatusCode.LLM_NOT_YET_LINK
 MIB = 1 << 20
 
 
+@pytest.mark.rule("4.9", "4.30")
 def test_t1_addresses_that_never_answer(spawn: Spawner, pair: Pair) -> None:
     pair.up()
     pair.source()
@@ -55,6 +58,7 @@ def test_t1_addresses_that_never_answer(spawn: Spawner, pair: Pair) -> None:
     assert wait_until(lambda: pair.d.call(actors.resources) <= before), pair.d.call(actors.resources)
 
 
+@pytest.mark.rule("3.27", "4.89", "5.119", "5.122", "5.124", "5.129")
 def test_t2_a_stopped_owner_lets_the_call_time_out(pair_a: Pair) -> None:
     pair = pair_a.up(timeout_ms=1000, HeartbeatIntervalMs="5000")
     pair.source()
@@ -68,6 +72,28 @@ def test_t2_a_stopped_owner_lets_the_call_time_out(pair_a: Pair) -> None:
     pair.blocks_right([1], [2])
 
 
+@pytest.mark.rule("5.119", "5.122", "5.124", "5.129")
+def test_a_stopped_owner_lets_a_pull_over_tcp_time_out_in_mode_b(spawn: Spawner) -> None:
+    """Nobody is asked for a known key, but over tcp the owner serves the bytes."""
+    pair = make_pair(spawn, Combo("B", "tcp")).up(timeout_ms=1000, HeartbeatIntervalMs="5000")
+    pair.source()
+    cache_id = pair.slots("slots")
+    pair.destination()
+    pair.slot_destination("slot")
+    pair.pull_blocks([7], [7]).ok()
+    pair.d.call(actors.refill, "dst", None)
+    pair.p.stop()
+    for outcome in (pair.pull_blocks([1], [2]), pair.pull_cache(by_id(cache_id), name="slot")):
+        outcome.expect(WAIT_TIMEOUT, P_ID, "ms")
+        assert about(1.0, outcome.elapsed)
+    pair.p.cont()
+    pair.unchanged()
+    pair.unchanged("slot")
+    pair.pull_blocks([1], [2]).ok()
+    pair.blocks_right([1], [2])
+
+
+@pytest.mark.rule("4.86", "4.90", "4.91", "4.94")
 def test_t2_a_stopped_owner_is_down_after_the_link_timeout(pair_a: Pair) -> None:
     pair = pair_a.up(timeout_ms=10_000, HeartbeatIntervalMs="500", LinkTimeoutMs="1500")
     pair.source()
@@ -82,6 +108,7 @@ def test_t2_a_stopped_owner_is_down_after_the_link_timeout(pair_a: Pair) -> None
     pair.blocks_right([1], [2])
 
 
+@pytest.mark.rule("3.27", "5.119", "5.123", "5.124", "5.127", "5.129")
 def test_t2_a_push_to_a_stopped_peer_never_begins(pair_b: Pair) -> None:
     pair = pair_b.up(timeout_ms=1000, HeartbeatIntervalMs="5000")
     pair.source()
@@ -116,6 +143,7 @@ SAME_HOST_SMALL = Shape(tensors=16, dim0=32, stride=MIB)  # 512 MiB
 SAME_HOST = Shape(tensors=16, dim0=128, stride=MIB)  # 16 x 128 MiB
 
 
+@pytest.mark.rule("4.90", "4.92")
 @pytest.mark.parametrize(
     ("shape", "rounds"),
     [
@@ -192,19 +220,33 @@ def _pull_and_say_when(w: World, blocks: list[int]) -> tuple[LLMStatusCode, floa
 
 
 LATE = Shape(tensors=2, dim0=8192, stride=4096)  # 64 MiB
+EVEN = list(range(0, LATE.dim0, 2))  # the others, and what is around the tensors, stay untouched
 
 
 @pytest.mark.parametrize("mode", ["A", "B"])
+@pytest.mark.rule("5.122", "5.125", "5.128", "5.129")
 def test_t4_nothing_arrives_after_a_pull_was_told_it_failed(spawn: Spawner, mode: str) -> None:
     with slow_pair(spawn, mode) as pair:
         pair.up_slow(30_000, 500)
         pair.source(shape=LATE)
         pair.destination(shape=LATE)
-        code, elapsed, at_error, later = pair.d.call(_pull_and_hash, list(range(LATE.dim0)))
+        code, elapsed, at_error, later = pair.d.call(_pull_and_hash, EVEN)
         assert code == WAIT_TIMEOUT
         assert about(0.5, elapsed)
         assert at_error == later
+        assert pair.d.call(_reached_only_even_blocks)
         _one_block_still_works(pair)
+
+
+def _reached_only_even_blocks(w: World) -> bool:
+    held = w.held["dst"]
+    whole = held.whole().copy()
+    written = False
+    for start in held.starts:
+        blocks = whole[start : start + held.tensor_nbytes].reshape(-1, LATE.stride)
+        written |= bool((blocks[::2] != FILL).any())
+        blocks[::2] = FILL
+    return written and bool((whole == FILL).all())
 
 
 def _pull_and_hash(w: World, blocks: list[int]) -> tuple[LLMStatusCode, float, str, str]:
@@ -226,19 +268,20 @@ def _one_block_still_works(pair: Pair) -> None:
     pair.blocks_right([5], [6])
 
 
+@pytest.mark.rule("5.123", "5.126", "5.128", "5.129")
 def test_t4_nothing_arrives_after_a_push_was_told_it_failed(spawn: Spawner) -> None:
     with slow_pair(spawn, "B") as pair:
         pair.up_slow(500, 30_000)
         pair.source(shape=LATE)
         pair.destination(shape=LATE, model_id=0)
-        blocks = list(range(LATE.dim0))
-        outcome = pair.p.attempt(actors.push_blocks, of_model(0, D_ID), "src", blocks, blocks)
+        outcome = pair.p.attempt(actors.push_blocks, of_model(0, D_ID), "src", EVEN, EVEN)
         outcome.expect(TIMEOUT, D_ID)
         assert about(0.5, outcome.elapsed)
         actors.pause(0.5)
         first = pair.d.call(actors.digest, "dst")
         actors.pause(1.5)
         assert pair.d.call(actors.digest, "dst") == first
+        assert pair.d.call(_reached_only_even_blocks)
         pair.d.call(actors.refill, "dst", None)
         pair.p.call(actors.push_blocks, of_model(0, D_ID), "src", [5], [6])
         pair.blocks_right([5], [6])

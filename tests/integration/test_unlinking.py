@@ -52,6 +52,7 @@ def two_a(request: pytest.FixtureRequest) -> Iterator[Two]:
         yield two
 
 
+@pytest.mark.rule("4.46")
 @pytest.mark.parametrize("timeout", [100, 300])
 def test_a_task_between_two_layers_at_the_other_side_keeps_the_link(two: Two, timeout: int) -> None:
     source, _ = two.blocks(two.other, 7)

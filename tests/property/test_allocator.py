@@ -23,6 +23,8 @@ from llm_datadist.enums import Placement
 from llm_datadist.keys import BlocksCacheKey, CacheKey
 from llm_datadist.status import OutOfMemoryError, ParamInvalidError
 
+pytestmark = pytest.mark.rule("6.14", "6.40", "6.44", "6.46", "6.50", "6.67", "6.75")
+
 PAGE = 1 << 10
 PAGES = 12
 NONE = 2**64 - 1
@@ -264,6 +266,7 @@ def test_the_most_tensors_that_can_be_asked_for_are_refused_at_once(made: Any) -
         allocator.allocate(CacheDesc(2**32 - 1, [1], DataType.DT_INT8), (), is_blocks=False)
 
 
+@pytest.mark.rule("6.42", "6.45")
 def test_a_blocks_cache_goes_at_once_whatever_key_finds_it(made: Any) -> None:
     state, allocator = made
     cache = allocator.allocate(DESC, [BlocksCacheKey(9, 3)], is_blocks=True)

@@ -50,6 +50,7 @@ def random_world(seed: int = 1, nbytes: int = 4096) -> np.ndarray:  # type: igno
     stride=st.integers(1, 9),
     buffer=st.integers(0, 100),
 )
+@pytest.mark.rule("6.85")
 def test_copy_blocks_is_as_if_all_reads_came_first(
     pairs: dict[int, int], tensors: int, stride: int, buffer: int
 ) -> None:
@@ -71,6 +72,7 @@ def test_copy_blocks_is_as_if_all_reads_came_first(
 
 
 @given(st.data())
+@pytest.mark.rule("6.79", "6.80", "6.81")
 def test_copy_cache_copies_those_bytes_and_no_others(data: st.DataObject) -> None:
     src = memory("cache 1", 3, 4, data.draw(st.integers(1, 9)), blocks=False)
     dst = memory("cache 2", 3, 2, data.draw(st.integers(1, 9)), at=1000, blocks=False)
@@ -94,6 +96,7 @@ def test_copy_cache_copies_those_bytes_and_no_others(data: st.DataObject) -> Non
 
 
 @given(st.dictionaries(st.integers(0, 3), st.integers(0, 5)), st.booleans())
+@pytest.mark.rule("6.90")
 def test_swap_blocks_copies_one_to_one(pairs: dict[int, int], to_host: bool) -> None:
     src = memory("cache 1", 2, 6, 5, placement=DEVICE if to_host else HOST)
     dst = memory("cache 2", 2, 4, 5, at=1000, placement=HOST if to_host else DEVICE)
@@ -123,6 +126,7 @@ BLOCKS = memory("cache 3")
         (SLOTS, memory("cache 5", at=12, blocks=False), (0, 1), "cache 5 overlaps the source in cache 1"),
     ],
 )
+@pytest.mark.rule("5.136", "6.77", "6.78")
 def test_copy_cache_refuses(src: Memory, dst: Memory, batches: tuple[int, int], text: str) -> None:
     with pytest.raises(ParamInvalidError, match=text):
         plan_copy_cache(CopyCache(CACHE, CACHE, *batches, 0, -1), src, dst)
@@ -142,6 +146,7 @@ def test_a_slot_of_one_cache_goes_to_another_slot_of_it() -> None:
         (BLOCKS, [0, 1], [3, 3], "destination names block 3 more than once"),
     ],
 )
+@pytest.mark.rule("6.82", "6.83")
 def test_copy_blocks_refuses_before_the_first_step(
     cache: Memory, src: list[int], dst: list[int], text: str
 ) -> None:
@@ -149,6 +154,7 @@ def test_copy_blocks_refuses_before_the_first_step(
         plan_copy_blocks(CopyBlocks(CACHE, u64(*src), u64(*src), u64(*dst)), cache, 100)
 
 
+@pytest.mark.rule("6.83")
 def test_copy_blocks_checks_a_source_without_destinations_too() -> None:
     with pytest.raises(ParamInvalidError, match=r"source\[1\] is 99"):
         plan_copy_blocks(CopyBlocks(CACHE, u64(0, 99), u64(0), u64(1)), BLOCKS, 100)
@@ -173,6 +179,7 @@ def host(name: str = "cache 9", at: int = 2000, **how: int) -> Memory:
         (BLOCKS, host(at=4), ([0], [0]), "overlaps"),
     ],
 )  # fmt: skip
+@pytest.mark.rule("6.86", "6.87", "6.88", "6.89")
 def test_swap_blocks_refuses(
     src: Memory, dst: Memory, blocks: tuple[list[int], list[int]], text: str
 ) -> None:

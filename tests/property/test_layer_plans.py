@@ -80,6 +80,7 @@ def by_address(count: int = 6, layers: range | None = None, batch: int = 0) -> T
         (by_address(batch=3), {}),
     ],
 )
+@pytest.mark.rule("5.89", "5.103")
 def test_what_the_contract_allows(config: Any, options: dict[str, Any]) -> None:
     asked, layout = request(config, **options)
     blocks = layer_plans.check_push_layers(asked, layout)
@@ -120,6 +121,7 @@ def test_what_the_contract_allows(config: Any, options: dict[str, Any]) -> None:
         (by_address(batch=4), {}, "src_batch_index is 4"),
     ],
 )
+@pytest.mark.rule("5.86", "5.88", "5.90", "5.93", "5.98", "5.99", "5.100")
 def test_what_the_caller_is_refused(config: Any, options: dict[str, Any], words: str) -> None:
     asked, layout = request(config, **options)
     with pytest.raises(ParamInvalidError, match=words):
@@ -128,6 +130,7 @@ def test_what_the_caller_is_refused(config: Any, options: dict[str, Any], words:
 
 @given(st.data())
 @settings(max_examples=150)
+@pytest.mark.rule("5.87", "5.94", "5.105")
 def test_by_key(data: st.DataObject) -> None:
     """Layers by position (row A5), blocks by size rules; a refusal exactly where the contract has one."""
     totals = [data.draw(st.integers(1, 4)) for _ in range(2)]
@@ -184,6 +187,7 @@ def test_by_key(data: st.DataObject) -> None:
 
 @given(st.data())
 @settings(max_examples=150)
+@pytest.mark.rule("5.90", "5.104")
 def test_by_address(data: st.DataObject) -> None:
     """Block b of a tensor lies at its address + b * dst_block_memory_size; addresses start with the range."""
     src = Layout(2 * data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9)))

@@ -9,6 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from llm_datadist._core.pool import PagePool
 
+pytestmark = pytest.mark.rule("6.68", "6.69", "6.70")
+
 PAGES = 24
 
 

@@ -17,6 +17,8 @@ from llm_datadist.data_type import DataType
 from llm_datadist.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from llm_datadist.status import ParamInvalidError
 
+pytestmark = pytest.mark.rule("6.19", "6.20", "6.21", "6.22", "6.23")
+
 NONE = 2**64 - 1
 WORD = GenerationWord(8, 1)
 

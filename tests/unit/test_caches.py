@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ def desc(shape: Any = (4, 8), **others: Any) -> CacheDesc:
     return CacheDesc(**{"num_tensors": 2, "shape": shape, "data_type": F16, **others})
 
 
+@pytest.mark.rule("2.1", "2.2", "2.3", "2.5", "2.13", "2.15")
 def test_desc_properties() -> None:
     d = CacheDesc(
         3, [2, 5, 7], F16, Placement.HOST, batch_dim_index=1, seq_len_dim_index=2, kv_tensor_format="ND"
@@ -36,6 +38,21 @@ def test_desc_properties() -> None:
     assert "num_tensors=2, shape=(4, 8)" in repr(defaults)
 
 
+@pytest.mark.rule("2.1")
+def test_desc_arguments_and_defaults() -> None:
+    found = {name: p.default for name, p in inspect.signature(CacheDesc).parameters.items()}
+    needed = inspect.Parameter.empty
+    assert list(found.items()) == [
+        ("num_tensors", needed),
+        ("shape", needed),
+        ("data_type", needed),
+        ("placement", Placement.DEVICE),
+        ("batch_dim_index", 0),
+        ("seq_len_dim_index", -1),
+        ("kv_tensor_format", None),
+    ]
+
+
 def test_desc_is_not_changed_through_its_shape() -> None:
     given = [2, 3]
     d = desc(given)
@@ -44,6 +61,7 @@ def test_desc_is_not_changed_through_its_shape() -> None:
     assert d.shape == [2, 3]
 
 
+@pytest.mark.rule("2.4")
 def test_update_dim() -> None:
     d = desc([4, 8])
     before = copy.copy(d)
@@ -56,6 +74,7 @@ def test_update_dim() -> None:
         d.update_dim(0, 1.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.rule("2.5", "2.6", "2.9", "2.10", "2.11")
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -83,11 +102,13 @@ def test_desc_refuses(arguments: dict[str, Any], error: type[Exception], text: s
     assert type(caught.value) is error
 
 
+@pytest.mark.rule("2.6")
 @pytest.mark.parametrize("shape", [[1] * 31, [0, 2], [-1, 2], [2**40, 2**40]])
 def test_desc_with_a_dim_still_open_can_be_made(shape: list[int]) -> None:
     assert desc(shape).shape == shape
 
 
+@pytest.mark.rule("2.7", "2.8")
 @pytest.mark.parametrize(
     ("shape", "text"),
     [([2, 0], r"shape\[1\] of \[2, 0\] is 0"), ([-1], r"shape\[0\] of \[-1\] is -1"), ([2**62, 1], "bytes")],
@@ -109,6 +130,7 @@ KEYS: list[tuple[Callable[..., Any], tuple[int, ...], str]] = [
 ]
 
 
+@pytest.mark.rule("2.17", "2.19", "2.21", "2.23", "2.24", "2.25")
 @pytest.mark.parametrize(("make", "values", "shown"), KEYS)
 def test_keys_are_values(make: Callable[..., Any], values: tuple[int, ...], shown: str) -> None:
     key = make(*values)
@@ -128,16 +150,33 @@ def test_keys_are_values(make: Callable[..., Any], values: tuple[int, ...], show
         key.cluster_id = 3
 
 
+@pytest.mark.rule("2.26")
+@pytest.mark.parametrize(("make", "values", "shown"), KEYS)
+def test_keys_have_their_properties(make: Callable[..., Any], values: tuple[int, ...], shown: str) -> None:
+    names = {
+        CacheKey: ("cluster_id", "req_id", "model_id", "prefix_id"),
+        CacheKeyByIdAndIndex: ("cluster_id", "cache_id", "batch_index"),
+        BlocksCacheKey: ("cluster_id", "model_id"),
+    }[make]  # type: ignore[index]
+    key = make(**dict(zip(names, values, strict=True)))
+    assert key == make(*values), "by keyword as by position"
+    assert tuple(getattr(key, name) for name in names) == values
+    assert key.prompt_cluster_id == values[0]
+
+
+@pytest.mark.rule("2.25")
 def test_kinds_of_keys_are_never_equal() -> None:
     assert CacheKeyByIdAndIndex(1, 2) != BlocksCacheKey(1, 2)
 
 
+@pytest.mark.rule("2.18", "2.23", "2.24")
 def test_key_defaults() -> None:
     assert (CacheKey(1, 2).model_id, CacheKey(1, 2).prefix_id) == (0, INVALID_ID)
     assert CacheKeyByIdAndIndex(1, 2).batch_index == 0
     assert BlocksCacheKey(1).model_id == 0
 
 
+@pytest.mark.rule("2.22")
 @pytest.mark.parametrize(
     ("make", "args", "names", "error", "text"),
     [
@@ -170,6 +209,7 @@ def test_keys_refuse(
     assert type(caught.value) is error
 
 
+@pytest.mark.rule("2.29", "2.30", "2.34")
 def test_cache_handle() -> None:
     d = desc()
     cache = Cache(7, d, [16, 2**64 - 1], True, life="a life")
@@ -182,6 +222,7 @@ def test_cache_handle() -> None:
     assert "cache_id=7, blocks" in repr(cache)
 
 
+@pytest.mark.rule("2.31", "2.32", "2.33")
 def test_cpu_cache() -> None:
     cache = Cache.create_cpu_cache(desc(placement=Placement.HOST), [16, 32])
     assert (cache.cache_id, cache.is_blocks_cache, cache.tensor_addrs, cache._life) == (
@@ -201,6 +242,7 @@ def test_cpu_cache() -> None:
         Cache.create_cpu_cache(3, [16])  # type: ignore[arg-type]
 
 
+@pytest.mark.rule("6.99")
 def test_mem_info() -> None:
     info = MemInfo(Memtype.MEM_TYPE_DEVICE, np.uint64(16), 32)  # type: ignore[arg-type]
     assert info == MemInfo(Memtype.MEM_TYPE_DEVICE, 16, 32)

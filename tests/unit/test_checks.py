@@ -21,6 +21,7 @@ RANGES: list[tuple[Callable[[str, Any], int], int, int]] = [
 ]
 
 
+@pytest.mark.rule("1.24")
 @pytest.mark.parametrize(("check", "low", "high"), RANGES)
 def test_range_ends_are_inside_and_their_neighbours_are_not(
     check: Callable[[str, Any], int], low: int, high: int
@@ -31,12 +32,14 @@ def test_range_ends_are_inside_and_their_neighbours_are_not(
             check("x", bad)
 
 
+@pytest.mark.rule("1.30")
 @pytest.mark.parametrize("bad", [True, False, 1.0, "1", None, np.float64(1), np.bool_(True), [1], b"1"])
 def test_what_is_not_an_integer(bad: Any) -> None:
     with pytest.raises(TypeError, match=rf"^x must be an int, not {type(bad).__name__} \("):
         checks.check_uint8("x", bad)
 
 
+@pytest.mark.rule("1.31")
 @pytest.mark.parametrize("value", [np.uint64(7), np.int8(7), np.int64(7)])
 def test_numpy_integers_come_back_as_int(value: Any) -> None:
     assert type(checks.check_uint8("x", value)) is int

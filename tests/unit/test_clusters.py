@@ -12,6 +12,7 @@ from llm_datadist.enums import LLMRole
 from llm_datadist.status import ParamInvalidError
 
 
+@pytest.mark.rule("4.1")
 def test_id_and_role() -> None:
     info = LLMClusterInfo()
     assert (info.remote_cluster_id, info.remote_role_type) == (None, None)
@@ -26,6 +27,7 @@ def test_id_and_role() -> None:
         info.remote_role_type = 1  # type: ignore[assignment]
 
 
+@pytest.mark.rule("4.2", "4.3")
 @pytest.mark.parametrize(
     ("arguments", "address"),
     [
@@ -49,6 +51,7 @@ def test_n1_forms_of_an_address(arguments: tuple[Any, ...], address: tuple[str, 
     assert info.remote_ip_info_list == [address, ("other", 1)]
 
 
+@pytest.mark.rule("4.4")
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

@@ -60,6 +60,9 @@ GOOD: list[tuple[str, Any, dict[str, str]]] = [
 ]
 
 
+@pytest.mark.rule(
+    "3.20", "3.22", "3.23", "3.26", "3.32", "3.34", "3.45", "3.46", "3.50", "3.54", "3.55", "3.58"
+)
 @pytest.mark.parametrize(("name", "value", "options"), GOOD)
 def test_property_writes_its_keys_only(name: str, value: Any, options: dict[str, str]) -> None:
     config = LLMConfig()
@@ -104,6 +107,7 @@ BAD: list[tuple[str, Any, type[Exception]]] = [
 ]
 
 
+@pytest.mark.rule("3.21", "3.23", "3.26", "3.49", "3.56")
 @pytest.mark.parametrize(("name", "value", "error"), BAD)
 def test_e4_setter_refuses_naming_property_and_value(name: str, value: Any, error: type[Exception]) -> None:
     config = LLMConfig()
@@ -115,6 +119,7 @@ def test_e4_setter_refuses_naming_property_and_value(name: str, value: Any, erro
     assert (getattr(config, name), config.generate_options()) == (None, {})
 
 
+@pytest.mark.rule("3.44")
 def test_backend_text_lists_the_choices() -> None:
     with pytest.raises(ParamInvalidError, match="auto, local, shm, tcp, nixl, hixl"):
         LLMConfig().transfer_backend = "rdma"
@@ -126,6 +131,7 @@ def test_a_token_of_a_wrong_type_is_not_shown() -> None:
     assert "s3cret" not in str(caught.value)
 
 
+@pytest.mark.rule("3.22")
 def test_a_refused_value_leaves_the_former_one() -> None:
     config = LLMConfig()
     config.link_retry_count = 3
@@ -139,6 +145,7 @@ def test_a_misspelt_property_is_refused() -> None:
         LLMConfig().listen_ipinfo = ":0"  # type: ignore[attr-defined]
 
 
+@pytest.mark.rule("3.51", "3.52")
 def test_ge_options_are_merged_and_can_be_edited_in_place() -> None:
     config = LLMConfig()
     config.ge_options["ge.a"] = "1"
@@ -158,6 +165,7 @@ def test_ge_options_are_merged_and_can_be_edited_in_place() -> None:
     assert config.ge_options["ge.exec.deviceId"] == "7"
 
 
+@pytest.mark.rule("3.53")
 @pytest.mark.parametrize(
     ("value", "error"),
     [
@@ -179,6 +187,7 @@ def test_bad_ge_options(value: Any, error: type[Exception]) -> None:
             config.generate_options()
 
 
+@pytest.mark.rule("3.20")
 def test_generated_options_are_what_init_reads() -> None:
     config = LlmConfig()
     config.enable_cache_manager = True
@@ -194,6 +203,7 @@ def test_generated_options_are_what_init_reads() -> None:
     assert LlmConfig is LLMConfig
 
 
+@pytest.mark.rule("3.24")
 def test_more_than_one_device_is_refused_at_init() -> None:
     config = LLMConfig()
     config.enable_cache_manager = True

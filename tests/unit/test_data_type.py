@@ -31,10 +31,12 @@ TABLE = {
 }
 
 
+@pytest.mark.rule("1.18")
 def test_values_and_sizes() -> None:
     assert {d.name: (d.value, dtype_nbytes(d)) for d in DataType} == TABLE
 
 
+@pytest.mark.rule("1.7")
 def test_numpy_maps_agree_with_sizes() -> None:
     assert data_type.dtype_to_np_dtype[DataType.DT_DOUBLE] == np.float64
     for kind, np_dtype in data_type.dtype_to_np_dtype.items():
@@ -51,6 +53,7 @@ def test_unknown_attribute() -> None:
     assert "valid_np_dtypes" in dir(data_type)
 
 
+@pytest.mark.rule("1.7")
 def test_maps_load_numpy_only_when_asked() -> None:
     program = (
         "import sys, llm_datadist.data_type as d; a = 'numpy' in sys.modules;"

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import llm_datadist
 
 PROGRAM = """
@@ -33,6 +35,7 @@ else:
 """
 
 
+@pytest.mark.rule("3.15")
 def test_exit_finalizes_what_is_left_once() -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(llm_datadist.__file__).parents[1])}
     out = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=env, timeout=30)

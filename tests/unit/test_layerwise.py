@@ -10,6 +10,7 @@ from llm_datadist.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from llm_datadist.layerwise import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 
 
+@pytest.mark.rule("5.89", "5.96", "5.97")
 def test_transfer_config() -> None:
     given = [16, 32]
     config = TransferConfig(2**64 - 1, given, range(1, 2), 3)
@@ -23,6 +24,7 @@ def test_transfer_config() -> None:
     assert (TransferConfig(1, []).src_layer_range, TransferConfig(1, []).src_batch_index) == (None, 0)
 
 
+@pytest.mark.rule("5.96")
 def test_transfer_with_cache_key_config() -> None:
     config = TransferWithCacheKeyConfig(BlocksCacheKey(1), range(2), range(2, 4))
     assert (config.cache_key, config.src_layer_range, config.dst_layer_range) == (
@@ -61,6 +63,7 @@ KEYED: dict[str, Any] = {
         (TransferWithCacheKeyConfig, KEYED, "src_batch_index", 2**32, ValueError),
     ],
 )
+@pytest.mark.rule("5.93", "5.95", "5.96")
 def test_refused_by_constructor_and_setter(
     kind: Any, right: dict[str, Any], name: str, value: Any, error: type[Exception]
 ) -> None:

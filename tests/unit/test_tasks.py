@@ -28,6 +28,7 @@ def nothing() -> None:
     pass
 
 
+@pytest.mark.rule("5.113", "5.114", "5.115")
 def test_results_while_running_and_after() -> None:
     book = TaskBook(3, nothing)
     assert book.task.get_results(0) == [None, None, None]
@@ -42,6 +43,7 @@ def test_results_while_running_and_after() -> None:
     assert (book.task.done(), book.task.synchronize(), book.task.exception()) == (True, OK, None)
 
 
+@pytest.mark.rule("5.112")
 def test_a2_first_failing_code_in_config_order_not_in_time() -> None:
     book = TaskBook(3, nothing)
     late, early = LinkFailedError("late"), ParamInvalidError("early")
@@ -90,6 +92,7 @@ def test_bad_timeouts(timeout: Any, error: type[Exception]) -> None:
             method(timeout)
 
 
+@pytest.mark.rule("5.113")
 def test_wait_ends_at_its_timeout() -> None:
     task = TaskBook(1, nothing).task
     start = time.monotonic()
@@ -109,6 +112,7 @@ def test_every_waiter_wakes_at_the_last_answer() -> None:
         assert results.result(10) == [OK, LINK]
 
 
+@pytest.mark.rule("5.115", "5.116")
 def test_cancel_ends_what_is_unfinished() -> None:
     told: list[str] = []
     book = TaskBook(3, lambda: told.append("cancel"))
@@ -161,6 +165,7 @@ def test_cancel_hook_that_raises(caplog: pytest.LogCaptureFixture) -> None:
     assert "hook" in caplog.text
 
 
+@pytest.mark.rule("5.117")
 def test_callbacks_run_once_each_also_when_added_late() -> None:
     book = TaskBook(1, nothing)
     called: list[str] = []
@@ -205,6 +210,7 @@ def test_callback_may_use_its_task() -> None:
     assert seen == [(OK, [OK])]
 
 
+@pytest.mark.rule("5.118")
 def test_await_wakes_from_another_thread() -> None:
     async def main() -> LLMStatusCode:
         book = TaskBook(1, nothing)
