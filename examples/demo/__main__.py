@@ -32,12 +32,20 @@ def _whole_number(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
+_TRANSPORTS = ("auto", "local", "shm", "tcp", "nixl")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("python -m examples.demo", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("prompt", nargs="*", default=["What is the capital of France?"], help="the question")
     add("--max-tokens", type=_whole_number(1, 2048), default=64, metavar="N", help="of the answer (64)")
-    add("--transport", choices=("auto", "local", "tcp"), default="auto", help="what moves the bytes (auto)")
+    add(
+        "--transport",
+        choices=("auto", "local", "shm", "tcp", "nixl"),
+        default="auto",
+        help="what moves the bytes (auto)",
+    )
     add("--mode", choices=("managed", "accessible"), default="managed", help="who may be read (managed)")
     add("--layerwise", action="store_true", help="prefill pushes each layer while it computes the next")
     add("--corrupt", action="store_true", help="flip one byte of the KV: the check has to notice")

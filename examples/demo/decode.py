@@ -44,7 +44,7 @@ def main(settings: Settings, start: Message, control: Lines, handoff: Lines) -> 
     datadist = make_engine(LLMRole.DECODER, DECODE_ID, settings)
     try:
         model, tokenizer = load_model(settings, control)
-        paged, handle = make_cache(model, DECODE_BLOCKS, datadist, DECODE_ID)
+        paged, handle = make_cache(model, DECODE_BLOCKS, datadist, DECODE_ID, settings)
         _link(datadist, *handoff.receive()["address"])
         if settings.layerwise:
             kv = _receive_layers(paged, settings.max_tokens, handoff)

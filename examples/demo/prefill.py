@@ -58,7 +58,7 @@ def main(settings: Settings, start: Message, control: Lines, handoff: Lines) -> 
         address = datadist.listen_address
         handoff.send({"address": address})
         model, tokenizer = load_model(settings, control)
-        paged, handle = make_cache(model, PREFILL_BLOCKS, datadist, PREFILL_ID)
+        paged, handle = make_cache(model, PREFILL_BLOCKS, datadist, PREFILL_ID, settings)
         prompt = tokenizer.chat(start["prompt"])
         job = Job(model, prompt, paged, paged.allocate(len(prompt)), Sampler(settings.seed))
         computed = ComputedLayers(model.config.layers)

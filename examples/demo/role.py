@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from examples.demo.lines import Lines, Message, PeerGoneError
-from examples.demo.settings import BLOCK_SIZE, Settings
+from examples.demo.settings import BLOCK_SIZE, POOL_NBYTES, Settings
 from examples.llama import Llama, PagedCache, Tokenizer
 from examples.llama.gguf_file import ModelFileError, load
 from llm_datadist import (
@@ -82,6 +83,8 @@ def make_engine(role: LLMRole, cluster_id: int, settings: Settings, listen: str 
     config.enable_remote_cache_accessible = settings.mode == "accessible"
     config.transfer_backend = settings.transport
     config.sync_kv_timeout = 10_000
+    if settings.transport == "shm":  # what peers are to map has to be the engine's own memory
+        config.mem_pool_cfg = json.dumps({"memory_size": POOL_NBYTES})
     if listen is not None:
         config.listen_ip_info = listen
     datadist = LLMDataDist(role, cluster_id)
@@ -90,13 +93,17 @@ def make_engine(role: LLMRole, cluster_id: int, settings: Settings, listen: str 
 
 
 def make_cache(
-    model: Llama, num_blocks: int, datadist: LLMDataDist, cluster_id: int
+    model: Llama, num_blocks: int, datadist: LLMDataDist, cluster_id: int, settings: Settings
 ) -> tuple[PagedCache, Cache]:
-    """A paged cache, and the handle under which the engine knows its memory."""
+    """A paged cache, and the handle under which the engine knows its memory: ours, or with shm the engine's."""
+    shape = PagedCache.shape_of(model.config, num_blocks, BLOCK_SIZE)
+    desc = CacheDesc(2 * model.config.layers, shape, DataType.DT_FLOAT)
+    key = BlocksCacheKey(cluster_id)
+    if settings.transport == "shm":
+        handle = datadist.cache_manager.allocate_blocks_cache(desc, key)
+        return PagedCache(model.config, num_blocks, BLOCK_SIZE, handle.tensor_addrs), handle
     paged = PagedCache(model.config, num_blocks, BLOCK_SIZE)
-    desc = CacheDesc(len(paged.tensors), paged.shape, DataType.DT_FLOAT)
-    handle = datadist.cache_manager.register_blocks_cache(desc, paged.addresses, BlocksCacheKey(cluster_id))
-    return paged, handle
+    return paged, datadist.cache_manager.register_blocks_cache(desc, paged.addresses, key)
 
 
 def kv_digest(paged: PagedCache, blocks: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ BLOCK_SIZE = 16
 # Different numbers: nothing in a transfer may rely on both sides being alike.
 PREFILL_BLOCKS = 128
 DECODE_BLOCKS = 160
+POOL_NBYTES = 256 << 20  # for the KV of SmolLM2-135M in the larger of the two: 118 MB
 
 
 @dataclass(frozen=True, slots=True)

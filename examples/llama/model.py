@@ -6,6 +6,7 @@ R = H / G query heads that share one KV head (grouped-query attention), D width 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,15 +36,34 @@ class PagedCache:
     One array [num_blocks, block_size, kv_heads, head_dim] per tensor, K of layer i at 2i and V at 2i + 1:
     a block is one entry of dim 0 in each of them, which is what ``register_blocks_cache`` takes. A sequence
     is described by its block table: token t lies in block ``table[t // block_size]``.
+
+    Args:
+        config: The model.
+        num_blocks: Blocks in all.
+        block_size: Tokens of a block.
+        addresses: Memory for each tensor, which somebody else owns; None: memory of its own.
     """
 
-    def __init__(self, config: Config, num_blocks: int, block_size: int) -> None:
-        shape = (num_blocks, block_size, config.kv_heads, config.head_dim)
+    def __init__(
+        self, config: Config, num_blocks: int, block_size: int, addresses: Sequence[int] | None = None
+    ) -> None:
+        shape = self.shape_of(config, num_blocks, block_size)
         self.block_size = block_size
-        # Written, not np.zeros: like an engine's cache this is memory that is there, not yet to be found.
-        self.tensors = [np.full(shape, 0, np.float32) for _ in range(2 * config.layers)]
+        if addresses is None:
+            # Written, not np.zeros: like an engine's cache this is memory that is there, not yet to be found.
+            self.tensors = [np.full(shape, 0, np.float32) for _ in range(2 * config.layers)]
+        else:
+            floats = ctypes.c_float * int(np.prod(shape))
+            self.tensors = [
+                np.frombuffer(floats.from_address(a), np.float32).reshape(shape) for a in addresses
+            ]
         # Dealt out of order, as in an engine that has run for a while: a transfer has to follow the tables.
         self._free: list[int] = np.random.default_rng(num_blocks).permutation(num_blocks).tolist()
+
+    @staticmethod
+    def shape_of(config: Config, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Shape of each of the 2 x layers tensors."""
+        return (num_blocks, block_size, config.kv_heads, config.head_dim)
 
     @property
     def shape(self) -> tuple[int, ...]:

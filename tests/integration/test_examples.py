@@ -124,7 +124,7 @@ def demo(program: Program, *options: str, **environment: str) -> tuple[int, str,
     return program.run("-m", "examples.demo", *options, **environment)
 
 
-COMBINATIONS = list(product(("local", "tcp"), ("managed", "accessible"), ((), ("--layerwise",))))
+COMBINATIONS = list(product(("local", "shm", "tcp"), ("managed", "accessible"), ((), ("--layerwise",))))
 
 
 @pytest.mark.parametrize(("transport", "mode", "how"), COMBINATIONS)
