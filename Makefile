@@ -10,14 +10,16 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long check format lint types layers sizes bench dist clean
+.PHONY: help demo test test-long test-nixl check format lint types layers sizes bench bench-peers dist clean
 
 help:
 	@echo 'make demo       a real model, prefill and decode in two processes (ARGS=...)'
 	@echo 'make test       the test suite, under 8 minutes on 2 cores (PYTEST_ARGS=...)'
 	@echo 'make test-long  what needs longer: many rounds, slow links, large transfers'
+	@echo 'make test-nixl  transport nixl with NIXL itself, a part of test-long (installs 69 MB)'
 	@echo 'make check      format, lint, strict types, import layers, sizes'
-	@echo 'make bench      the benchmarks (ARGS=...)'
+	@echo 'make bench      one table: ours beside references (ARGS=...; see benchmarks/README.md)'
+	@echo 'make bench-peers  the same with NIXL and Mooncake, installed in environments of their own'
 	@echo 'make dist       wheel and source distribution in dist/'
 	@echo 'PYTHON=python3.12 chooses the interpreter of a new .venv'
 
@@ -42,8 +44,16 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
-test-long: $(VENV)/.dev
+# Without its torch. Where it cannot be installed the tests skip, with the reason.
+$(VENV)/.nixl: | $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'nixl-cu12>=1.5' && touch $@ \
+		|| echo 'NIXL cannot be installed here; its tests will skip'
+
+test-long: $(VENV)/.dev $(VENV)/.nixl
 	$(BIN)/python -m pytest -m slow --timeout 600 $(PYTEST_ARGS)
+
+test-nixl: $(VENV)/.dev $(VENV)/.nixl
+	$(BIN)/python -m pytest -m slow --timeout 600 tests/conformance/test_nixl.py tests/integration/test_nixl.py $(PYTEST_ARGS)
 
 check: format lint types layers sizes
 
@@ -63,12 +73,15 @@ sizes: $(VENV)/.dev
 	$(BIN)/python -m pytest -q tests/api/test_sizes.py
 
 bench: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.kv $(ARGS)
-	$(BIN)/python -m benchmarks.latency
+	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-peers: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.peers
+	$(BIN)/python -m benchmarks $(ARGS)
 
 dist: $(VENV)/.dev
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-nixl .venv-mooncake dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

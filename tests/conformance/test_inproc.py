@@ -8,8 +8,8 @@ from contextlib import closing
 import pytest
 
 from llm_datadist._core.segments import Extents
+from llm_datadist.testing.one_sided import OneSidedConformance
 from llm_datadist.testing.owner import Memory
-from llm_datadist.testing.transports import TransportConformance
 from llm_datadist.transports.inproc import Hub, InprocTransport
 from llm_datadist.transports.seam import PeerEndpoint, TransportUnavailable
 
@@ -52,7 +52,7 @@ def doomed() -> Iterator[InprocPair]:
         yield pair
 
 
-class TestInproc(TransportConformance):
+class TestInproc(OneSidedConformance):
     pass
 
 

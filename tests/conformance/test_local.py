@@ -7,7 +7,8 @@ from contextlib import closing
 
 import pytest
 
-from llm_datadist.testing.transports import TransportConformance, TransportConformanceSlow
+from llm_datadist.testing.one_sided import OneSidedConformance
+from llm_datadist.testing.transports import TransportConformanceSlow
 from tests.support.local_pair import LocalPair
 
 
@@ -23,7 +24,7 @@ def doomed(request: pytest.FixtureRequest) -> Iterator[LocalPair]:
         yield pair
 
 
-class TestLocal(TransportConformance):
+class TestLocal(OneSidedConformance):
     pass
 
 

@@ -114,7 +114,7 @@ def test_n2_an_address_that_is_not_local(spawn: Spawner) -> None:
     assert outcome.elapsed <= 1.0
 
 
-@pytest.mark.parametrize("backend", ["local", "tcp"])
+@pytest.mark.parametrize("backend", ["local", "tcp", "shm"])
 def test_n4_no_route_and_no_name_service_are_needed(spawn: Spawner, backend: str) -> None:
     with namespace() as net:
         pair = Pair(spawn(prefix=net.prefix), spawn(prefix=net.prefix), Combo("A", backend))
@@ -174,8 +174,8 @@ def test_the_listen_address_is_none_without_a_listener(spawn: Spawner) -> None:
 
 
 @pytest.mark.rule("3.41")
-def test_p1_both_transports_are_chosen_by_name(spawn: Spawner) -> None:
-    for backend in ("local", "tcp"):
+def test_p1_all_transports_are_chosen_by_name(spawn: Spawner) -> None:
+    for backend in ("local", "tcp", "shm"):
         pair = make_pair(spawn, Combo("A", backend)).up()
         assert [t for _, t, _ in pair.d.call(actors.links)] == [backend]
         pair.d.call(actors.reset)

@@ -17,7 +17,8 @@ from tests.support.world import World
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 MIB = 1 << 20
-POOLS = {"MemPoolConfig": allocated.pool(4 * MIB), "HostMemPoolConfig": allocated.pool(MIB, 12)}
+DEVICE_POOL = {"MemPoolConfig": allocated.pool(4 * MIB)}
+POOLS = {**DEVICE_POOL, "HostMemPoolConfig": allocated.pool(MIB, 12)}
 SHAPE = Shape(tensors=4, dim0=2, stride=1000)
 
 
@@ -106,7 +107,7 @@ def test_a_host_allocation_is_remote_accessible(pair_b: Pair) -> None:
 @pytest.fixture
 def managed(pair_a: Pair) -> Pair:
     """P has an allocated cache with requests 5 and 6; D a destination."""
-    up(pair_a)
+    pair_a.up(timeout_ms=5000, **DEVICE_POOL)
     source(pair_a, keys=[(5, 0), (6, 0)])
     pair_a.slot_destination(shape=SHAPE)
     return pair_a

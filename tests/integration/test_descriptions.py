@@ -166,8 +166,8 @@ def test_handles_of_an_earlier_life_are_refused_and_ids_start_again(pair: Pair) 
     pair.up()
     pair.source()
     pair.d.call(_remember, pair.combo.mode)
-    assert pair.d.call(actors.blocks_cache, "blocks") == 1
-    assert pair.d.call(actors.slot_cache, "slots") == 2
+    assert pair.d.call(actors.blocks_cache, "blocks", own=True) == 1
+    assert pair.d.call(actors.slot_cache, "slots", own=True) == 2
     pair.d.call(_begin_again, actors.options(pair.combo.mode, pair.combo.backend))
     pair.link()
     found = pair.d.call(_use_old_handles)

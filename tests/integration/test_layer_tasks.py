@@ -51,10 +51,11 @@ class Two(Engines):
         super().__init__(combo.mode, combo.backend, timeout_ms=400)
         self.me, self.peer = self.make(1), self.make(2)
         assert self.link(self.me, 2, self.peer) == SUCCESS
-        self.memory = np.broadcast_to(np.arange(1, 9, dtype=np.uint8)[:, None, None], (8, 3, 64)).copy()
+        self.memory = self.space(self.me, (8, 3, 64), 0)
+        self.memory += np.arange(1, 9, dtype=np.uint8)[:, None, None]
         self.memory += np.arange(3, dtype=np.uint8)[None, :, None] * 16
         self.source = self.register(self.me, self.memory)
-        self.into = [np.full((8, 3, 64), FILL, np.uint8) for _ in range(2)]
+        self.into = [self.space(self.peer, (8, 3, 64)) for _ in range(2)]
         for model_id, memory in enumerate(self.into):
             self.register(self.peer, memory, model_id)
 

@@ -31,10 +31,11 @@ def test_a_cache_with_twenty_thousand_keys(
 
     monkeypatch.setattr(Handler, "_announced", note)
     monkeypatch.setattr(Responder, "lookup", lambda *_: pytest.fail("a key was not announced"))
-    values = np.random.default_rng(3).integers(0, 256, KEYS, dtype=np.uint8)
     memory = np.full(4, 0xA5, np.uint8)
     with Engines("B", combo.backend) as engines:
         owner, reader = engines.make(1), engines.make(2)
+        values = engines.space(owner, (KEYS,))
+        values[:] = np.random.default_rng(3).integers(0, 256, KEYS, dtype=np.uint8)
         if linked_first:
             assert engines.link(reader, 1, owner) == SUCCESS
         keys = [CacheKey(0, 2**63 + i, 5) for i in range(KEYS)]

@@ -54,7 +54,7 @@ class Two(Engines):
         return count
 
     def slots(self, engine: Any, value: int) -> tuple[Cache, np.ndarray[Any, Any]]:
-        memory = np.full((4, 4, 64), value, np.uint8)
+        memory = self.space(engine, (4, 4, 64), value)
         self._held.append(memory)
         return engine.cache_manager.register_cache(DESC, [t.ctypes.data for t in memory]), memory
 

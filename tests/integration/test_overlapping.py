@@ -19,13 +19,14 @@ APART = ([0], [2])
 class Shared(Engines):
     """One memory with two caches in it, the peer's (model 0) and mine, which begins half a block later."""
 
-    def __init__(self, combo: Combo, *, alone: bool) -> None:
+    def __init__(self, combo: Combo, what: str, *, alone: bool) -> None:
         super().__init__(combo.mode, combo.backend)
-        self.memory = np.arange(2 * 400, dtype=np.uint16).view(np.uint8).reshape(2, 800)
         self.me = self.make(1)
         self.peer: LLMDataDist = self.me if alone else self.make(2)
         self.peer_id = 1 if alone else 2
         assert self.link(self.me, self.peer_id, self.peer) == SUCCESS
+        self.memory = self.space(self.peer if what == "pull" else self.me, (2, 800))
+        self.memory[:] = np.arange(2 * 400, dtype=np.uint16).view(np.uint8).reshape(2, 800)
         self.theirs = self.memory[:, :512].reshape(2, 8, 64)
         self.register(self.peer, self.theirs, 0)
         self.cache = self.register(self.me, self.memory[:, 32:544].reshape(2, 8, 64))
@@ -57,7 +58,7 @@ WAYS = [
 @pytest.mark.parametrize(("combo", "what", "alone"), WAYS)
 @pytest.mark.rule("5.136")
 def test_what_overlaps_is_refused_and_the_rest_works(combo: Combo, what: str, alone: bool) -> None:
-    with Shared(combo, alone=alone) as shared:
+    with Shared(combo, what, alone=alone) as shared:
         assert shared.outcome(what, BLOCKS) == INVALID
         assert shared.outcome(what, ([1], [0] if what == "pull" else [2])) == INVALID
         assert np.array_equal(shared.memory, shared.before)

@@ -12,7 +12,6 @@ import pytest
 import llm_datadist as dd
 from llm_datadist import DataType, LLMException, LLMStatusCode, OutOfMemoryError, Placement
 from tests.support import actors, allocated
-from tests.support.memory import Mapping
 from tests.support.pair import D_ID, P_ID, SEED, SUCCESS, Pair, Shape, of_model
 from tests.support.pool import Spawner
 from tests.support.world import World
@@ -117,32 +116,35 @@ def test_r3_a_killed_process_leaves_nothing_and_the_next_starts(
 def test_m4_a_refused_registration_or_allocation_leaves_nothing(pair: Pair) -> None:
     pair.up(MemPoolConfig=allocated.pool(MIB))
     pair.destination()
-    pair.p.call(_refusals)
+    pair.p.call(_refusals, pair.combo.backend == "shm")
     pair.pull_blocks([0], [0], of_model(4)).expect(GONE)
     pair.unchanged()
     assert pair.p.call(_succeeds) == 1
     pair.pull_blocks([0], [0], of_model(4)).ok()
 
 
-def _refusals(w: World) -> None:
+def _refusals(w: World, has_host_pool: bool) -> None:
     manager = w.dist.cache_manager
-    good, desc, key = Mapping(MIB), allocated.desc_of(2, 8, 1024), dd.BlocksCacheKey(0, 4)
-    w.extras["good"] = good
+    good, desc, key = w.hold("good", 1, MIB).mapping, allocated.desc_of(2, 8, 1024), dd.BlocksCacheKey(0, 4)
     before = manager.caches(), manager.pool_info(Placement.DEVICE)
     request = dd.CacheKey(0, 1)
-    for call, code in [
+    calls = [
         (lambda: manager.register_blocks_cache(desc, [good.address, 0x1000], key), INVALID),
         (lambda: manager.register_cache(desc, [good.address] * 2, [request, request]), INVALID),
         (lambda: manager.allocate_cache(desc, [request] * 2), INVALID),
         (lambda: manager.allocate_cache(desc, [request] * 9), INVALID),
         (lambda: manager.allocate_cache(desc, [dd.CacheKey(0, 1, 0, 2)]), INVALID),
-        (lambda: manager.allocate_blocks_cache(allocated.desc_of(2, 8, 1024, "HOST"), key), INVALID),
         (
             lambda: manager.allocate_blocks_cache(allocated.desc_of(17, 1, 1 << 16), key),
             LLMStatusCode.LLM_OUT_OF_MEMORY,
         ),
         (lambda: manager.allocate_cache(dd.CacheDesc(1, [4, 0], DataType.DT_INT8)), INVALID),
-    ]:
+    ]
+    if not has_host_pool:
+        calls.append(
+            (lambda: manager.allocate_blocks_cache(allocated.desc_of(2, 8, 1024, "HOST"), key), INVALID)
+        )
+    for call, code in calls:
         try:
             call()
         except LLMException as exc:
@@ -153,7 +155,7 @@ def _refusals(w: World) -> None:
 
 
 def _succeeds(w: World) -> int:
-    manager, good = w.dist.cache_manager, w.extras["good"]
+    manager, good = w.dist.cache_manager, w.held["good"].mapping
     desc, key = allocated.desc_of(2, 8, 1024), dd.BlocksCacheKey(0, 4)
     return int(manager.register_blocks_cache(desc, [good.address, good.address + 8192], key).cache_id)
 

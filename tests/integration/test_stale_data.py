@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import LLMException, LLMStatusCode
-from tests.support import actors
-from tests.support.memory import Mapping
+from tests.support import actors, allocated
 from tests.support.pair import D_ID, SEED, SUCCESS, Pair, Shape, by_id, by_request, of_model
 from tests.support.pool import Spawner
 from tests.support.slow import slow_pair
@@ -113,18 +112,36 @@ def _pull_until(w: World, until: float) -> list[tuple[float, float, LLMStatusCod
 
 
 def test_s3_a_larger_mapping_at_the_same_address(pair: Pair) -> None:
-    pair.up()
+    if pair.combo.backend == "shm":
+        pair.up(MemPoolConfig=allocated.pool(4 << 20))
+        put, take_away = _put_into_the_pool, allocated.deallocate
+    else:
+        pair.up()
+        put, take_away = _put_at_the_address, _unregister_and_unmap
     small, large = (Shape(tensors=1, dim0=n, stride=65536) for n in (16, 32))
     pair.destination(shape=large)
-    pair.source(shape=small, address=FIXED_ADDRESS, gap=0)
+    address = put(pair, small, SEED)
     pair.pull_blocks([15], [0]).ok()
     pair.blocks_right([15], [0])
     pair.d.call(actors.refill, "dst", None)
-    pair.p.call(actors.unregister, "src")
-    assert pair.p.call(actors.unmap, "src") == FIXED_ADDRESS
-    pair.source(shape=large, seed=SEED + 1, address=FIXED_ADDRESS, gap=0)
+    pair.p.call(take_away, "src")
+    assert put(pair, large, SEED + 1) == address
     pair.pull_blocks([31], [31]).ok()
     pair.blocks_right([31], [31])
+
+
+def _put_at_the_address(pair: Pair, shape: Shape, seed: int) -> int:
+    pair.source(shape=shape, seed=seed, address=FIXED_ADDRESS, gap=0)
+    return FIXED_ADDRESS
+
+
+def _put_into_the_pool(pair: Pair, shape: Shape, seed: int) -> int:
+    pair.sources["src"] = (shape, seed)
+    pair.p.call(
+        allocated.blocks, "src", model_id=0, seed=seed, tensors=1, dim0=shape.dim0, stride=shape.stride
+    )
+    (address,) = pair.p.call(allocated.addresses, "src")
+    return int(address)
 
 
 @pytest.mark.rule("5.11")
@@ -164,7 +181,7 @@ def test_s5_memory_withdrawn_while_it_is_read(spawn: Spawner, mode: str) -> None
         blocks = list(range(10))
         running = pair.d.start(_timed_pull, blocks)
         actors.pause(0.5)
-        unregistered_at = pair.p.call(_unregister_and_unmap)
+        unregistered_at = pair.p.call(_unregister_and_unmap, "src")
         outcome, ended_at = running.result()
         if mode == "A":
             assert outcome == SUCCESS
@@ -184,16 +201,17 @@ def _timed_pull(w: World, blocks: list[int]) -> tuple[LLMStatusCode, float]:
     return SUCCESS, time.monotonic()
 
 
-def _unregister_and_unmap(w: World) -> float:
-    actors.unregister(w, "src")
+def _unregister_and_unmap(w: World, name: str) -> float:
+    actors.unregister(w, name)
     returned = time.monotonic()
-    actors.unmap(w, "src")
+    actors.unmap(w, name)
     return returned
 
 
 @pytest.mark.rule("5.129", "5.130")
 def test_memory_that_is_no_longer_mapped_fails_and_the_link_lives(pair: Pair) -> None:
     """A cache whose memory its owner unmapped without unregistering: LLM_FAILED, and the link lives."""
+    pair.combo.needs_own_mappings("its owner unmaps the source")
     pair.up()
     pair.source()
     pair.source("other", model_id=1)
@@ -209,8 +227,7 @@ def test_memory_that_is_no_longer_mapped_fails_and_the_link_lives(pair: Pair) ->
 
 
 def _unmap_under_the_cache(w: World) -> None:
-    mapping: Mapping = w.held["src"].mapping
-    mapping.close()
+    w.held["src"].mapping.close()
 
 
 def test_s1_what_is_gone_is_not_judged_by_its_old_size(pair_b: Pair) -> None:

@@ -7,7 +7,6 @@ Announcements are held back here, which is what a busy control thread does for m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,56 +18,40 @@ from llm_datadist import (
     CacheKey,
     CacheNotExistError,
     DataType,
-    LLMClusterInfo,
-    LLMDataDist,
-    LLMRole,
+    LLMStatusCode,
 )
 from llm_datadist._engine.handler import Handler
+from tests.support.engines import Engines
 
 DESC = CacheDesc(1, [4, 64], DataType.DT_UINT8)
 HALF = CacheDesc(1, [8, 32], DataType.DT_UINT8)  # the same memory in blocks of another size
 
 
-class Two:
+class Two(Engines):
     """An owner and a reader in one process, with memory of their own."""
 
     def __init__(self, backend: str) -> None:
-        self.owner, self.reader = self._engine(1, backend, "127.0.0.1:0"), self._engine(2, backend)
-        peer = LLMClusterInfo()
-        peer.remote_cluster_id = 1
-        peer.append_local_ip_info("127.0.0.1", 0)
-        address = self.owner.listen_address
-        assert address is not None
-        peer.append_remote_ip_info(*address)
-        self.reader.link_clusters([peer], 3000)
+        super().__init__("B", backend)
+        self.owner, self.reader = self.make(1), self.make(2)
+        assert self.link(self.reader, 1, self.owner) == LLMStatusCode.LLM_SUCCESS
         self.memory = np.full((4, 64), 0xA5, np.uint8)
-        self.held: list[np.ndarray[Any, Any]] = []
         manager = self.reader.cache_manager
         self.cache = manager.register_blocks_cache(DESC, [self.memory.ctypes.data])
         self.half = manager.register_blocks_cache(HALF, [self.memory.ctypes.data])
 
-    def _engine(self, cluster_id: int, backend: str, listen: str | None = None) -> LLMDataDist:
-        engine = LLMDataDist(LLMRole.MIX, cluster_id)
-        options = {
-            "llm.EnableCacheManager": "1",
-            "llm.EnableRemoteCacheAccessible": "1",
-            "llm.AllowMultipleInstances": "1",
-            "llm.TransferBackend": backend,
-        }
-        engine.init(options | ({"llm.listenIpInfo": listen} if listen else {}))
-        return engine
-
-    def blocks(self, value: int, desc: CacheDesc = DESC) -> Cache:
+    def owned(self, value: int, desc: CacheDesc = DESC) -> Cache:
         """A blocks cache of the owner under BlocksCacheKey(1, 0), every byte ``value``."""
-        self.held.append(np.full((4, 64), value, np.uint8))
-        manager = self.owner.cache_manager
-        return manager.register_blocks_cache(desc, [self.held[-1].ctypes.data], BlocksCacheKey(1, 0))
+        address = self._filled(value)
+        return self.owner.cache_manager.register_blocks_cache(desc, [address], BlocksCacheKey(1, 0))
 
     def slots(self, value: int) -> Cache:
         """A cache of the owner whose slots 0 and 1 have the request ids 10 and 11."""
-        self.held.append(np.full((4, 64), value, np.uint8))
         keys = [CacheKey(1, 10), CacheKey(1, 11)]
-        return self.owner.cache_manager.register_cache(DESC, [self.held[-1].ctypes.data], keys)
+        return self.owner.cache_manager.register_cache(DESC, [self._filled(value)], keys)
+
+    def _filled(self, value: int) -> int:
+        self._held.append(self.space(self.owner, (4, 64), value))
+        return int(self._held[-1].ctypes.data)
 
     def pull(self, key: BlocksCacheKey | CacheKey) -> set[int]:
         """The values that block 0 of the reader holds afterwards."""
@@ -78,12 +61,10 @@ class Two:
         return set(self.memory[0].tolist())
 
 
-@pytest.fixture(params=["local", "tcp"])
+@pytest.fixture(params=["local", "tcp", "shm"])
 def two(request: pytest.FixtureRequest) -> Iterator[Two]:
-    two = Two(request.param)
-    yield two
-    two.reader.finalize()
-    two.owner.finalize()
+    with Two(request.param) as two:
+        yield two
 
 
 def hold_back(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,10 +77,10 @@ def hold_back(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_m5_a_key_taken_over_is_not_read_from_the_cache_that_had_it(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two.blocks(1)
+    two.owned(1)
     hold_back(two, monkeypatch)
     assert two.pull(BlocksCacheKey(1, 0)) == {1}
-    two.blocks(2)
+    two.owned(2)
     assert two.pull(BlocksCacheKey(1, 0)) == {2}
 
 
@@ -122,10 +103,10 @@ def test_a_key_removed_is_not_read_any_more_and_its_neighbour_is(
 def test_a_key_registered_again_is_read_in_its_new_block_size(
     two: Two, monkeypatch: pytest.MonkeyPatch, half: bool
 ) -> None:
-    old = two.blocks(1)
+    old = two.owned(1)
     hold_back(two, monkeypatch)
     two.owner.cache_manager.unregister_cache(old.cache_id)
-    two.blocks(2, HALF if half else DESC)
+    two.owned(2, HALF if half else DESC)
     into = two.half if half else two.cache
     two.reader.cache_manager.pull_blocks(BlocksCacheKey(1, 0), into, [1, 2], [2, 1])
     rows = two.memory.reshape(into.cache_desc.shape)
@@ -137,7 +118,7 @@ def test_a_key_registered_again_is_read_in_its_new_block_size(
 def test_a_key_that_is_gone_does_not_exist_whatever_the_destination(
     two: Two, monkeypatch: pytest.MonkeyPatch, half: bool
 ) -> None:
-    old = two.blocks(1)
+    old = two.owned(1)
     hold_back(two, monkeypatch)
     two.owner.cache_manager.unregister_cache(old.cache_id)
     with pytest.raises(CacheNotExistError):

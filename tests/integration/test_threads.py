@@ -231,7 +231,7 @@ def _pull_from_many_threads(w: World) -> None:
 
 @pytest.mark.rule("3.6")
 @pytest.mark.parametrize("mode", ["A", "B"])
-@pytest.mark.parametrize("backend", ["auto", "tcp", "local"])
+@pytest.mark.parametrize("backend", ["auto", "tcp", "local", "shm"])
 def test_c3_four_instances_in_one_process(spawn: Spawner, mode: str, backend: str) -> None:
     text = spawn().call(_four_instances, mode, backend)
     assert not text, text
@@ -248,6 +248,7 @@ def _four_instances(w: World, mode: str, backend: str) -> str:
         if later and dist.link_clusters(later)[0] != SUCCESS:
             return f"{n} cannot link to {range(n + 1, 4)}"
     for n, dist in enumerate(dists):
+        w.dist, w.arena = dist, None  # whose pool the memory is in, if it has one
         for name, seed in ((f"src{n}", n), (f"dst{n}", None)):
             actors.make(w, name, seed=seed)
             held = w.held[name]

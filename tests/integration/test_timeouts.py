@@ -290,7 +290,7 @@ def test_t4_nothing_arrives_after_a_push_was_told_it_failed(spawn: Spawner) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["A", "B"])
-@pytest.mark.parametrize("backend", ["local", "tcp"])
+@pytest.mark.parametrize("backend", ["local", "tcp", "shm"])
 def test_t4_a_short_timeout_on_one_host(spawn: Spawner, mode: str, backend: str) -> None:
     pair = make_pair(spawn, Combo(mode, backend)).up(timeout_ms=50)
     pair.source(shape=SAME_HOST)

@@ -86,8 +86,8 @@ def test_a_destination_that_cannot_be_written_is_refused(pair: Pair) -> None:
     pair.up()
     pair.source()
     cache_id = pair.slots("slots")
-    pair.destination(model_id=0)
-    pair.slot_destination("slot")
+    pair.destination(model_id=0, own=True)
+    pair.slot_destination("slot", own=True)
     for name in ("dst", "slot"):
         pair.d.call(_protect, name, mmap.PROT_READ)
     pair.pull_blocks([1], [2]).expect(INVALID, "cannot be written")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import llm_datadist as dd
+from tests.support.arena import ARENA
 from tests.support.memory import FILL, pattern
 from tests.support.world import GAP, World, footprint, wait_until
 
@@ -33,6 +34,8 @@ def options(
     """Option text for init. ``more``: names without the prefix "llm."."""
     values = {"llm.EnableCacheManager": "1", "llm.TransferBackend": backend}
     values["llm.EnableRemoteCacheAccessible"] = "1" if mode == "B" else "0"
+    if backend == "shm":
+        values["llm.HostMemPoolConfig"] = ARENA
     if listen is not None:
         values["llm.listenIpInfo"] = listen
     if timeout_ms is not None:
@@ -126,9 +129,10 @@ def make(
     placement: str = "DEVICE",
     address: int = 0,
     gap: int = GAP,
+    own: bool = False,
 ) -> list[int]:
     """Memory for a cache: patterned with a seed (a source) or 0xA5 (a destination). Its tensor addresses."""
-    held = w.hold(name, tensors, dim0 * stride, skew, address, gap)
+    held = w.hold(name, tensors, dim0 * stride, skew, address, gap, own)
     held.desc = dd.CacheDesc(tensors, [dim0, stride], dd.DataType.DT_UINT8, dd.Placement[placement])
     held.fill(seed)
     return held.addresses

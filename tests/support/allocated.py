@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 import llm_datadist as dd
 from llm_datadist._core import planning
+from tests.support.memory import bytes_at
 from tests.support.world import Held, World, wait_until
 
 NONE = 2**64 - 1
@@ -31,7 +31,7 @@ class PoolView:
     nbytes: int
 
     def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address + offset))
+        return bytes_at(self.address + offset, nbytes)
 
     def close(self) -> None:
         """It is the engine's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from llm_datadist import (
     TransferWithCacheKeyConfig,
 )
 from tests.support import actors
+from tests.support.arena import Arena, arena_of
 from tests.support.memory import FILL
 
 E = TypeVar("E", bound="Engines")
@@ -37,6 +39,7 @@ class Engines:
         self._timeout_ms = timeout_ms
         self._stack = contextlib.ExitStack()
         self._held: list[NDArray[np.uint8]] = []
+        self._arenas: dict[int, Arena] = {}
 
     def __enter__(self: E) -> E:
         return self
@@ -51,7 +54,20 @@ class Engines:
         more = {"AllowMultipleInstances": "1"}
         engine.init(actors.options(self.mode, self.backend, "127.0.0.1:0", self._timeout_ms, **more))
         self._stack.callback(engine.finalize)
+        arena = arena_of(engine)
+        if arena is not None:
+            self._arenas[cluster_id] = arena
         return engine
+
+    def space(self, engine: LLMDataDist, shape: tuple[int, ...], value: int = FILL) -> NDArray[np.uint8]:
+        """Memory of a test, where the transport reaches it. One of a pool goes with the engine."""
+        arena = self._arenas.get(engine.cluster_id)
+        if arena is None:
+            return np.full(shape, value, np.uint8)
+        nbytes = math.prod(shape)
+        memory = arena.take(nbytes).view(0, nbytes).reshape(shape)
+        memory[:] = value
+        return memory
 
     def link(self, engine: LLMDataDist, cluster_id: int, to: LLMDataDist) -> LLMStatusCode:
         return engine.link_clusters([actors.cluster(cluster_id, to.listen_address)], 3000)[0]
@@ -60,7 +76,7 @@ class Engines:
         self, engine: LLMDataDist, value: int = FILL, model_id: int | None = None
     ) -> tuple[Cache, NDArray[np.uint8]]:
         """A blocks cache of two layers: 4 tensors of 4 blocks of 64 bytes, each ``value``; and its memory."""
-        memory = np.full((4, 4, 64), value, np.uint8)
+        memory = self.space(engine, (4, 4, 64), value)
         return self.register(engine, memory, model_id), memory
 
     def register(self, engine: LLMDataDist, memory: NDArray[np.uint8], model_id: int | None = None) -> Cache:

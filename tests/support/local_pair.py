@@ -20,7 +20,7 @@ from llm_datadist.transports.seam import PeerEndpoint
 
 
 class Loop:
-    """A control thread for one listener: what the engine's loop does for the transport."""
+    """A control thread: what the engine's loop does for the transport."""
 
     def __init__(self) -> None:
         self._wake_read, self._wake_write = os.pipe()
@@ -49,7 +49,7 @@ class Loop:
             if self._wake_read in ready and b"q" in os.read(self._wake_read, 100):
                 return
             for fd in ready:
-                if fd in self._readers:
+                if fd in self._readers:  # an earlier callback may have dropped it
                     self.turns += 1
                     self._readers[fd][1]()
 

@@ -20,6 +20,11 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + 
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
+def bytes_at(address: int, nbytes: int) -> NDArray[np.uint8]:
+    """Memory that is mapped now."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
 class Mapping:
     """An anonymous private mapping; unmapped by ``close``, never by the collector."""
 
@@ -32,7 +37,7 @@ class Mapping:
         self.address: int = got
 
     def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address + offset))
+        return bytes_at(self.address + offset, nbytes)
 
     def close(self) -> None:
         if self.address and _libc.munmap(self.address, self.nbytes):

@@ -30,8 +30,13 @@ class Combo:
     def __str__(self) -> str:
         return f"{self.mode}-{self.backend}"
 
+    def needs_own_mappings(self, why: str) -> None:
+        """Skips a test that does to source memory what its engine's pool, where ``shm`` reads, does not allow."""
+        if self.backend == "shm":
+            pytest.skip(f"pool memory belongs to the engine: {why}")
 
-COMBOS = [Combo(mode, backend) for mode in "AB" for backend in ("local", "tcp")]
+
+COMBOS = [Combo(mode, backend) for mode in "AB" for backend in ("local", "tcp", "shm")]
 MODE_B = [combo for combo in COMBOS if combo.mode == "B"]
 MODE_A = [combo for combo in COMBOS if combo.mode == "A"]
 

@@ -19,7 +19,7 @@ from llm_datadist.testing.owner import OwnerProcess
 from llm_datadist.testing.stream_owner import ExtentsSource, Port, encode_extents, first_frame
 from llm_datadist.transports.seam import PeerEndpoint, Progress
 from llm_datadist.transports.tcp import TcpTransport
-from llm_datadist.transports.tcp_channel import TcpChannel, TcpRead
+from llm_datadist.transports.tcp_channel import StripedRead, TcpChannel, TcpRead
 from llm_datadist.transports.tcp_frames import encode_data
 
 U8 = NDArray[np.uint8]
@@ -146,7 +146,8 @@ class Trickle:
 
     def open(self, transport: TcpTransport) -> TcpChannel:
         peer = PeerEndpoint(1, b"", b"t" * 16, self.address, lambda count: None)
-        return transport.open(peer, deadline=time.monotonic() + 1)
+        self.channel = transport.open(peer, deadline=time.monotonic() + 1)
+        return self.channel
 
     def send(self, data: bytes) -> None:
         """More bytes for whoever still reads."""
@@ -165,7 +166,7 @@ class Trickle:
         self.hang_up()
 
 
-def silent(reader: TcpTransport, sent: bytes = b"") -> tuple[Trickle, TcpRead, U8]:
+def silent(reader: TcpTransport, sent: bytes = b"") -> tuple[Trickle, TcpRead | StripedRead, U8]:
     """A read that gets this far and no further."""
     owner = Trickle(encode_data(1, 5000) + sent)
     destination = memory_of(1, 5000, None)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.support.arena import Arena, Piece, arena_of
 from tests.support.memory import FILL, Mapping, pattern
 
 GAP = 64  # guard bytes between the tensors of one cache
@@ -20,9 +21,9 @@ GAP = 64  # guard bytes between the tensors of one cache
 
 @dataclass
 class Held:
-    """A cache of a test: one mapping that holds its tensors, ``GAP`` guard bytes apart."""
+    """A cache of a test: one piece of memory that holds its tensors, ``GAP`` guard bytes apart."""
 
-    mapping: Mapping
+    mapping: Mapping | Piece
     tensors: int
     tensor_nbytes: int
     starts: list[int]
@@ -54,15 +55,25 @@ class World:
     held: dict[str, Held] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
     baseline: tuple[int, int] = (0, 0)
+    arena: Arena | None = None
 
     def hold(
-        self, name: str, tensors: int, tensor_nbytes: int, skew: int = 0, address: int = 0, gap: int = GAP
-    ) -> Held:
+        self, name: str, tensors: int, tensor_nbytes: int, skew: int = 0, address: int = 0, gap: int = GAP,
+        own: bool = False,
+    ) -> Held:  # fmt: skip
+        """Memory for a cache. ``own``: in a mapping of its own, also where the engine has a pool for tests."""
         pitch = tensor_nbytes + gap
-        mapping = Mapping(skew + tensors * pitch, address)
+        mapping = self._memory(skew + tensors * pitch, address, own or bool(address))
         held = Held(mapping, tensors, tensor_nbytes, [skew + t * pitch for t in range(tensors)])
         self.held[name] = held
         return held
+
+    def _memory(self, nbytes: int, address: int, own: bool) -> Mapping | Piece:
+        if own:
+            return Mapping(nbytes, address)
+        if self.arena is None or not self.arena.alive:
+            self.arena = arena_of(self.dist)
+        return Mapping(nbytes) if self.arena is None else self.arena.take(nbytes)
 
     def release(self) -> None:
         """Everything back to the start; the engine first, then the memory under it."""
@@ -70,6 +81,7 @@ class World:
             with contextlib.suppress(RuntimeError):
                 self.dist.finalize()
             self.dist = None
+        self.arena = None
         for extra in self.extras.values():
             if hasattr(extra, "finalize"):
                 extra.finalize()

@@ -207,7 +207,6 @@ RULE_OF_PROP = {rule.prop: rule for rule in RULES}
 RULE_OF_KEY = {key: rule for rule in RULES for key in rule.keys}
 
 _FLOW_GRAPH = "ge.flowGraphMemMaxSize"
-LATER_BACKENDS = ("shm", "nixl")
 
 
 def check_flow_graph_size(options: Mapping[str, str]) -> None:
@@ -284,11 +283,6 @@ def _refuse_later(options: Mapping[str, str]) -> None:
         if rule.later(text):
             raise FeatureNotEnabledError(
                 f"{key} (LLMConfig.{rule.prop}) is not in this version; leave it out"
-            )
-        if rule.prop == "transfer_backend" and text in LATER_BACKENDS:
-            raise FeatureNotEnabledError(
-                f"{key} (LLMConfig.{rule.prop}) is {text!r}; that transport is not in this version, "
-                f"choose auto, local or tcp"
             )
 
 

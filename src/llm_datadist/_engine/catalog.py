@@ -14,7 +14,8 @@ import numpy as np
 from llm_datadist._core.layout import Layout
 from llm_datadist._core.registry import KeyName, Record, key_of
 from llm_datadist._core.segments import U64
-from llm_datadist._engine.state import State
+from llm_datadist._engine.settling import settle
+from llm_datadist._engine.state import State, describe
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._wire.messages import Announce, Withdraw
 from llm_datadist.caches import Cache, CacheDesc, MemInfo
@@ -27,6 +28,7 @@ from llm_datadist.status import CacheNotExistError, ParamInvalidError
 _LOG = logging.getLogger("llm_datadist.cache")
 _KEYS_A_FRAME = 8192  # about 100 bytes each on the wire, against 4 MiB that a message may have
 _LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
+_SETTLE_S = 0.1  # for a peer's answer, also when the time of the call is over
 _LONGEST_WAIT_S = 60.0  # of one wait; the end of what is waited for wakes earlier
 
 
@@ -136,6 +138,7 @@ class Catalog:
             return
         flush(told)
         if self._wait_unused(cache_id, deadline) or self._cut_off(cache_id):
+            self._settle_readers(cache_id, deadline)
             self._free(cache_id)
             return
         _LOG.warning("cache %d is still in use %g s after it was cut off", cache_id, _LAST_BYTES_S)
@@ -157,6 +160,20 @@ class Catalog:
         """Gives memory back once those who hold a lease have finished. For a worker."""
         self._wait_unused(cache_id, math.inf)
         self._free(cache_id)
+
+    def _settle_readers(self, cache_id: int, deadline: float) -> None:
+        """A read that nobody here sees, by an engine that does not forgive memory that goes: waits for its end."""
+        state = self._state
+        if not state.regions.has(cache_id):
+            return
+        names = {name for name, caps in state.caps.items() if caps.needs_registration}
+        readers = [link for link in state.links.links() if not names.isdisjoint(link.peer_reads_by)]
+        left = settle(readers, max(deadline, time.monotonic() + _SETTLE_S))
+        if left:
+            _LOG.warning(
+                "cache %d is given back although %s may still be reading it; keep its memory mapped until that link "
+                "has ended", cache_id, ", ".join(describe(link) for link in left),
+            )  # fmt: skip
 
     def _free(self, cache_id: int) -> None:
         with self._state.condition:

@@ -6,6 +6,7 @@ Raises ProtocolError for what a well-behaved peer never sends; the control plane
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,6 +25,7 @@ _KINDS = frozenset({"req", "prefix", "blocks", "cache"})
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS = msgspec.msgpack.Decoder(ReadRequest)
 _LENGTH_NBYTES = 4  # of the struct at the head of a selector
+_INDEX_TYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 8: np.dtype("<u8")}  # by ``index_nbytes``
 
 
 def key_ref(name: KeyName, batch_index: int = 0, word: GenerationWord | None = None) -> KeyRef:
@@ -136,8 +138,9 @@ def selector(
     part: CacheSlice, cache_id: int, word: GenerationWord, lease: tuple[int, GenerationWord] | None
 ) -> bytes:
     """What a peer that serves reads is asked for: the part, and the lease or generation it must still have."""
-    narrow = not len(part.indices) or int(part.indices.max()) < _UINT32
-    indices = part.indices.astype("<u4" if narrow else "<u8")
+    count = len(part.indices)
+    highest = part.indices.item() if count == 1 else int(part.indices.max()) if count else 0
+    index_nbytes = 4 if highest < _UINT32 else 8
     head = _ENCODER.encode(
         ReadRequest(
             cache_id=cache_id,
@@ -148,9 +151,10 @@ def selector(
             tensor_count=part.tensor_count,
             unit_nbytes=part.unit_nbytes,
             row_nbytes=part.row_nbytes,
-            index_nbytes=4 if narrow else 8,
+            index_nbytes=index_nbytes,
         )
     )
+    indices = part.indices.astype(_INDEX_TYPES[index_nbytes])
     return len(head).to_bytes(_LENGTH_NBYTES, "little") + head + indices.tobytes()
 
 
@@ -163,11 +167,12 @@ def read_selector(data: bytes) -> tuple[ReadRequest, CacheSlice]:
         request = _REQUESTS.decode(data[_LENGTH_NBYTES:stop])
     except (msgspec.DecodeError, RecursionError) as exc:
         raise ProtocolError(f"selector of {len(data)} bytes: {exc}") from exc
-    if request.index_nbytes not in (4, 8) or (len(data) - stop) % request.index_nbytes:
+    index_type = _INDEX_TYPES.get(request.index_nbytes)
+    if index_type is None or (len(data) - stop) % request.index_nbytes:
         raise ProtocolError(f"selector with {len(data) - stop} bytes of indices of {request.index_nbytes}")
     numbers = (request.first_tensor, request.tensor_count, request.unit_nbytes, request.row_nbytes)
     _within("selector", _INT64, *numbers)
-    indices = np.frombuffer(data[stop:], dtype=f"<u{request.index_nbytes}").astype(np.uint64)
+    indices = np.frombuffer(data, dtype=index_type, offset=stop).astype(np.uint64)
     part = CacheSlice(
         request.first_tensor, request.tensor_count, indices, request.unit_nbytes, request.row_nbytes
     )

@@ -15,10 +15,11 @@ import time
 
 from llm_datadist._engine.catalog import Catalog, flush
 from llm_datadist._engine.flights import Flight
+from llm_datadist._engine.settling import settle
 from llm_datadist._engine.state import State, describe, tell
-from llm_datadist._link.link import Link, LinkLost, Pending
+from llm_datadist._link.link import Link
 from llm_datadist._wire.messages import Done, Settle
-from llm_datadist.status import LinkBusyError, LLMStatusCode, code_of
+from llm_datadist.status import LinkBusyError, LLMStatusCode
 
 _GRACE_S = 0.1  # after the time, for the work to say what is still in flight
 _LONGEST_WAIT_S = 3600.0  # of one look; what ends wakes us
@@ -89,25 +90,8 @@ class _Work:
         flush(told)
 
     def _settle_peers(self) -> str:
-        asked: list[tuple[Link, Pending]] = []
-        for link in self._state.links.links():
-            left_ms = max(1, int((self._deadline - time.monotonic()) * 1000))
-            try:
-                asked.append((link, link.call(Settle(id=link.next_id(), time_left_ms=left_ms))))
-            except LinkLost:
-                continue
-        busy = [describe(link) for link, pending in asked if not self._has_settled(pending)]
+        busy = [describe(link) for link in settle(self._state.links.links(), self._deadline)]
         return "transfers of " + ", ".join(busy) if busy else ""
-
-    def _has_settled(self, pending: Pending) -> bool:
-        try:
-            answer = pending.wait(self._deadline).message
-        except LinkLost:
-            return True
-        except TimeoutError:
-            pending.discard()
-            return False
-        return isinstance(answer, Done) and code_of(answer.code) == LLMStatusCode.LLM_SUCCESS
 
     def _wait_idle(self) -> str:
         state = self._state

@@ -23,7 +23,6 @@ from llm_datadist._core.requests import (
     PushLayers,
     SwapBlocks,
 )
-from llm_datadist._core.selection import AUTO
 from llm_datadist._engine.allocating import Allocator
 from llm_datadist._engine.background import Background
 from llm_datadist._engine.catalog import Catalog
@@ -39,10 +38,9 @@ from llm_datadist._engine.pusher import Pusher
 from llm_datadist._engine.receiver import Receiver
 from llm_datadist._engine.responder import Responder
 from llm_datadist._engine.state import State
+from llm_datadist._engine.transport_set import CAPS, TransportSet
 from llm_datadist._link.seam import Address
 from llm_datadist._link.service import LinkService, LinkSettings
-from llm_datadist._wire.framing import encode
-from llm_datadist._wire.messages import PROTOCOL_VERSION, DataHello
 from llm_datadist.caches import Cache, CacheDesc, MemInfo
 from llm_datadist.clusters import LinkInfo, Notify
 from llm_datadist.enums import LLMRole, Placement, RegisterMemStatus
@@ -50,10 +48,7 @@ from llm_datadist.infos import CacheInfo, PoolInfo
 from llm_datadist.keys import BlocksCacheKey, CacheKey
 from llm_datadist.status import EngineFinalizedError, LLMStatusCode
 from llm_datadist.tasks import CacheTask
-from llm_datadist.transports.local import LocalTransport
 from llm_datadist.transports.movers import Movers, default_mover_count
-from llm_datadist.transports.seam import Transport
-from llm_datadist.transports.tcp import TcpTransport
 
 _TOKEN_NBYTES = 16
 _FINALIZE_S = 1.0  # for background jobs that are being cut off
@@ -68,8 +63,7 @@ class Engine:
     def __init__(self, role: LLMRole, cluster_id: int, options: Options) -> None:
         self._options = options
         self._instance = secrets.token_bytes(_TOKEN_NBYTES)
-        caps = {t.name: t.caps for t in (LocalTransport, TcpTransport)}
-        state = self._state = State(cluster_id, options, caps)
+        state = self._state = State(cluster_id, options, CAPS)
         state.find_sibling = _find_sibling
         self._catalog = Catalog(state)
         self._notifications = Notifications(state)
@@ -85,10 +79,8 @@ class Engine:
         self._background = Background(state)
         self._movers = Movers(_helpers(options.transfer_threads))
         self._copier = Copier(state, self._movers)
-        self._transports: dict[str, Transport] = {}
-        self._missing: dict[str, str] = {}  # transport -> why it is not to be had here
+        self._transports = TransportSet(state, self._movers, self._responder)
         self._role = role
-        self._tcp = TcpTransport(self._responder, _first_data_frame, options.tcp_connections)
 
     def start(self) -> None:
         """Binds the listener and starts the control thread.
@@ -101,8 +93,6 @@ class Engine:
         handler = Handler(
             state,
             self._transports,
-            self._missing,
-            self._tcp,
             self._catalog,
             self._responder,
             self._receiver,
@@ -130,26 +120,12 @@ class Engine:
         )
         try:
             state.pools.open()
-            self._open_transports(endpoints)
+            endpoints.update(self._transports.open())
             state.links.start()
         except BaseException:
             self._close_parts("init failed")
             raise
         _living[self._instance] = self
-
-    def _open_transports(self, endpoints: dict[str, bytes]) -> None:
-        links = self._state.links
-        if self._options.backend in (AUTO, LocalTransport.name):
-            self._transports[LocalTransport.name] = LocalTransport(
-                self._movers,
-                links.add_reader,
-                links.remove_reader,
-                self._options.allow_ptrace,
-                secrets.token_bytes,
-            )
-        if self._options.backend in (AUTO, TcpTransport.name):
-            self._transports[TcpTransport.name] = self._tcp
-        endpoints.update({name: transport.endpoint() for name, transport in self._transports.items()})
 
     def finalize(self) -> None:
         """Ends this life, within 2 s whatever peers do: calls under way get LLM_ENGINE_FINALIZED. Idempotent."""
@@ -166,10 +142,10 @@ class Engine:
 
     def _close_parts(self, reason: str) -> None:
         self._state.links.stop(reason)
-        for transport in (*self._transports.values(), self._tcp):
-            transport.close()
+        self._transports.close()
         self._state.workers.close(_FINALIZE_S)
         self._movers.close()
+        self._state.slab.close_descriptor()
         self._close_pools()
 
     def _close_pools(self) -> None:
@@ -184,11 +160,9 @@ class Engine:
     def close_in_child(self) -> None:
         """A forked child: closes its copies of the descriptors and touches nothing else."""
         self._state.links.close_after_fork()
+        self._state.slab.close_descriptor()
         self._state.pools.close_after_fork()
-        for transport in self._transports.values():
-            close = getattr(transport, "close_after_fork", None)
-            if close is not None:
-                close()
+        self._transports.close_after_fork()
 
     # ---- what the facade asks for -------------------------------------------------------------------------
 
@@ -322,12 +296,6 @@ class Engine:
 def _helpers(transfer_threads: int) -> int:
     """Movers beside the caller's thread; 0 threads in the options means by machine."""
     return transfer_threads - 1 if transfer_threads else default_mover_count()
-
-
-def _first_data_frame(link_token: bytes, dialler_reads: bool) -> bytes:
-    return b"".join(
-        encode(DataHello(version=PROTOCOL_VERSION, link_token=link_token, dialler_reads=dialler_reads))
-    )
 
 
 def _find_sibling(instance: bytes) -> State | None:

@@ -7,6 +7,8 @@ leaves here as Stale or MoveError; the callers turn that into status codes.
 
 from __future__ import annotations
 
+from typing import cast
+
 import msgspec
 
 from llm_datadist._core.layout import CacheSlice
@@ -18,7 +20,7 @@ from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.state import Peer
 from llm_datadist._engine.ways import Way, way_for
 from llm_datadist.status import LLMStatusCode, ParamInvalidError
-from llm_datadist.transports.seam import Fault, FaultKind, OneSidedChannel
+from llm_datadist.transports.seam import Fault, FaultKind, OneSidedChannel, PartialChannel
 
 
 class Stale(Exception):  # noqa: N818 - a fact, not an error of this code
@@ -74,10 +76,10 @@ def move(peer: Peer, wanted: Wanted, destination: Extents, deadline: float, flig
     """
     if not destination.nbytes:
         return
-    way, plan = _choose(peer, wanted, destination)
+    way, plan = _choose(peer, wanted, destination, deadline, flight)
     by_address = way.by_address
     if by_address is not None:
-        _check_word(by_address, wanted.word, deadline, begun=False)
+        _check_word(peer, by_address, wanted.word, deadline, begun=False)
     completion = way.channel.read(plan)
     flight.on_cut(completion.cancel)
     try:
@@ -87,24 +89,33 @@ def move(peer: Peer, wanted: Wanted, destination: Extents, deadline: float, flig
     fault = progress.fault
     if fault is None:
         if by_address is not None:
-            _check_word(by_address, wanted.word, deadline, begun=True)
+            _check_word(peer, by_address, wanted.word, deadline, begun=True)
         peer.count_in(progress.nbytes)
         return
     flight.check()
     if fault.kind is FaultKind.REFUSED and fault.code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
         raise Stale(fault.text, begun=progress.nbytes > 0)
     if fault.kind is FaultKind.SOURCE and by_address is not None:
-        _check_word(by_address, wanted.word, deadline, begun=True)
+        _check_word(peer, by_address, wanted.word, deadline, begun=True)
     raise MoveError(fault, progress.nbytes)
 
 
-def _choose(peer: Peer, wanted: Wanted, destination: Extents) -> tuple[Way, Segments]:
+def _choose(
+    peer: Peer, wanted: Wanted, destination: Extents, deadline: float, flight: Flight
+) -> tuple[Way, Segments]:
+    if peer.only_way is not None:
+        return peer.only_way, Segments(wanted.part.extents(wanted.cache.addresses), destination)
     way = peer.ways[0]
     if peer.by_address:
         source = wanted.part.extents(wanted.cache.addresses)
-        whole = len(peer.ways) == 1 and not way.caps.partial
-        found = way if whole else way_for(peer.ways, source, wanted.cache.token)
+        found = way_for(peer.ways, source, wanted.cache.token)
         if found is None:
+            flight.check()
+            if way.by_address is not None:  # words are within reach of what reaches anything at all
+                _check_word(peer, way.by_address, wanted.word, deadline, begun=False)
+            refusal = cast(PartialChannel, way.channel).refusal if way.caps.partial else ""
+            if refusal:
+                raise MoveError(Fault(FaultKind.CHANNEL, refusal), 0)
             raise ParamInvalidError(
                 f"cache {wanted.cache.cache_id} of the peer is not in memory that {peer.transport} reaches; have it "
                 "allocated there (allocate_cache, allocate_blocks_cache), or leave transfer_backend at 'auto'"
@@ -116,10 +127,17 @@ def _choose(peer: Peer, wanted: Wanted, destination: Extents) -> tuple[Way, Segm
     return way, Segments(selector, destination)
 
 
-def _check_word(channel: OneSidedChannel, word: GenerationWord, deadline: float, *, begun: bool) -> None:
-    found = channel.read_word(word.address, deadline=deadline)
+def _check_word(
+    peer: Peer, channel: OneSidedChannel, word: GenerationWord, deadline: float, *, begun: bool
+) -> None:
+    address, value = word
+    found: int | Fault | None = peer.words.peek(address) if peer.words is not None else None
+    if found == value:
+        return
+    if found is None:
+        found = channel.read_word(address, deadline=deadline)
     if isinstance(found, Fault):
         raise MoveError(found, 0)
-    if found != word.value:
+    if found != value:
         when = "while it was being read" if begun else "before it was read"
         raise Stale(f"its owner withdrew it {when}", begun=begun)

@@ -99,6 +99,9 @@ class Context:
             case FaultKind.SOURCE:
                 text = f"{self.where}: the source cannot be read: {fault.text}; unregister before unmapping"
                 return _caused(LLMException(text, status_code=LLMStatusCode.LLM_FAILED), fault)
+            case FaultKind.CHANNEL:
+                text = f"{self.where}: the bytes cannot be moved: {fault.text}; see links(), or link again"
+                return _caused(LinkFailedError(text), fault)
             case _:
                 return _caused(self.lost(fault.text), fault)
 

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from llm_datadist._link.link import Link
 from llm_datadist.status import LLMException
 
+_CUTTING = threading.Lock()  # so that the first of two cuts decides
+
 
 class Flight:
     """One transfer, or a copy within this process (no link).
@@ -26,6 +28,8 @@ class Flight:
         thread: The caller's thread that it keeps busy; None if it keeps none.
     """
 
+    __slots__ = ("_cancel", "_link", "cache_ids", "error", "serving", "thread")
+
     def __init__(self, link: Link | None, cache_ids: tuple[int, ...], *, serving: bool = False) -> None:
         self._link = link
         self.cache_ids = cache_ids
@@ -33,7 +37,6 @@ class Flight:
         self.thread: int | None = None
         self.error: LLMException | None = None
         self._cancel: Callable[[str], None] | None = None
-        self._lock = threading.Lock()
 
     @property
     def link(self) -> Link:
@@ -66,17 +69,17 @@ class Flight:
 
     def on_cut(self, cancel: Callable[[str], None] | None) -> None:
         """From now on a cut calls ``cancel`` with its reason, at once if it was cut before; None: nothing."""
-        with self._lock:
-            self._cancel = cancel
-        if self.error is not None and cancel is not None:
+        # Stored, then looked at; ``cut`` does both the other way round, so that one of the two sees the other.
+        self._cancel = cancel
+        if cancel is not None and self.error is not None:
             cancel(str(self.error))
 
     def cut(self, error: LLMException) -> None:
         """Ends it with ``error``; the first cut decides. The caller does not hold the engine's lock."""
-        with self._lock:
+        with _CUTTING:
             if self.error is None:
                 self.error = error
-            cancel = self._cancel
+        cancel = self._cancel
         if cancel is not None:
             cancel(str(self.error))
 

@@ -6,20 +6,19 @@ Runs on the control thread: everything that may block is handed to a worker.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from llm_datadist._core.selection import Choice, candidates, choose
 from llm_datadist._engine import codec
 from llm_datadist._engine.catalog import Catalog
 from llm_datadist._engine.draining import Draining
 from llm_datadist._engine.initiator import give_back
 from llm_datadist._engine.linking import Linking
 from llm_datadist._engine.notifications import Notifications
+from llm_datadist._engine.probing import Probing
 from llm_datadist._engine.receiver import Receiver
 from llm_datadist._engine.responder import Responder
 from llm_datadist._engine.state import Peer, State, describe, peer_of
-from llm_datadist._engine.ways import Way
+from llm_datadist._engine.transport_set import TransportSet
 from llm_datadist._link.link import Link
 from llm_datadist._link.seam import Address, DataSocket, Prepared, Unusable
 from llm_datadist._wire.framing import Frame, ProtocolError
@@ -45,15 +44,9 @@ from llm_datadist._wire.messages import (
     Withdraw,
 )
 from llm_datadist.status import LinkFailedError, LLMStatusCode
-from llm_datadist.transports.seam import (
-    PeerEndpoint,
-    StreamTransport,
-    Transport,
-    TransportUnavailable,
-)
+from llm_datadist.transports.seam import PeerEndpoint
 
 _LOG = logging.getLogger("llm_datadist.link")
-_PROBE_S = 1.0  # for Transport.open in a handshake; on one host it takes microseconds
 _MAX_CONNECTIONS_ASKED = 64  # by one message of a peer
 
 
@@ -63,9 +56,7 @@ class Handler:
     def __init__(
         self,
         state: State,
-        transports: Mapping[str, Transport],
-        missing: Mapping[str, str],
-        stream: StreamTransport,
+        transports: TransportSet,
         catalog: Catalog,
         responder: Responder,
         receiver: Receiver,
@@ -75,8 +66,6 @@ class Handler:
     ) -> None:
         self._state = state
         self._transports = transports
-        self._missing = missing
-        self._stream = stream
         self._catalog = catalog
         self._responder = responder
         self._receiver = receiver
@@ -101,50 +90,12 @@ class Handler:
                 peer.cluster_id, peer.endpoints[name], link_token, dialled, ask_for_connections
             )
 
-        choice, ways = self._probe(peer, endpoint)
-        if not choice.names:
+        choice, context = Probing(self._transports, self._state.options.backend, peer, endpoint).run()
+        if context is None:
             reasons = "; ".join(choice.reasons)
             text = f"no transport reads cluster {peer.cluster_id} from cluster {self._state.cluster_id}: {reasons}"
             return Unusable(LLMStatusCode.LLM_LINK_FAILED, text)
-        serving = None
-        if self._stream.name in self._transports and self._stream.name in peer.endpoints:
-            # Rights are per direction: the peer may need connections where we do not.
-            serving = self._stream.open(endpoint(self._stream.name), deadline=time.monotonic() + _PROBE_S)
-            if self._stream.name in choice.names:
-                ways.append(Way(self._stream.name, self._stream.caps, serving))
-        return Prepared(choice.names, Peer(tuple(ways), choice.reasons, serving))
-
-    def _probe(self, peer: Identity, endpoint: Callable[[str], PeerEndpoint]) -> tuple[Choice, list[Way]]:
-        """The best transports that work; the stream transport's channel is opened in any case, later."""
-        backend, transports = self._state.options.backend, self._transports
-        refusals: dict[str, str] = {}
-        ways: list[Way] = []
-        for name in candidates(tuple(transports), backend, peer.backend):
-            if name not in peer.endpoints:
-                continue
-            if name == self._stream.name:
-                break
-            caps = transports[name].caps
-            try:
-                channel = transports[name].open(endpoint(name), deadline=time.monotonic() + _PROBE_S)
-            except TransportUnavailable as exc:
-                refusals[name] = str(exc)
-                continue
-            ways.append(Way(name, caps, channel))
-            if not caps.partial:
-                break
-        refused = {**self._missing, **refusals}
-        partial = [name for name, caps in self._state.caps.items() if caps.partial]
-        names = (*transports, *self._missing)
-        choice = choose(names, peer.endpoints, backend, peer.backend, refused, partial)
-        if refusals and choice.names:
-            _LOG.info(
-                "cluster %d is read by %s: %s",
-                peer.cluster_id,
-                "+".join(choice.names),
-                "; ".join(choice.reasons),
-            )
-        return choice, ways
+        return Prepared(choice.names, context)
 
     def discard(self, prepared: Prepared) -> None:
         """The handshake failed."""
@@ -182,7 +133,7 @@ class Handler:
 
     def on_data_socket(self, sock: DataSocket, hello: DataHello, leftover: bytes) -> None:
         """A data connection came in."""
-        self._stream.adopt(sock, hello.link_token, hello.dialler_reads, leftover)
+        self._transports.stream.adopt(sock, hello.link_token, hello.dialler_reads, leftover)
 
     # ---- messages ----------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from llm_datadist._engine.state import State, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost, Pending
 from llm_datadist._wire.framing import Frame, ProtocolError
 from llm_datadist._wire.messages import CacheEntry, Done, Found, Grant, Lookup, Release, Resolve
-from llm_datadist.keys import BlocksCacheKey, CacheKeyByIdAndIndex
+from llm_datadist.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from llm_datadist.status import CacheNotExistError, LLMException, LLMStatusCode, ParamInvalidError
 
 _PROBE_S = 0.1  # for the answer of a peer that is alive and has withdrawn something
@@ -113,9 +113,8 @@ class Initiator:
             ParamInvalidError: A rule of the caller's side.
         """
         state = self._state
-        with state.lock:
-            state.check_open()
-            record = state.record_of(request.cache)
+        state.check_open()
+        record = state.record_of(request.cache)  # without the lock: ``begin`` looks again, under it
         if isinstance(request, PullCache):
             planning.check_pull_cache(request, record.layout, dst_is_blocks=record.is_blocks)
         else:
@@ -124,7 +123,8 @@ class Initiator:
             raise ParamInvalidError(
                 f"{request.key!r} names this cluster ({state.cluster_id}) itself; a pull reads from another one"
             )
-        request_name(request.key)
+        if isinstance(request.key, CacheKey):
+            request_name(request.key)
         return record
 
     def begin(self, request: PullCache | PullBlocks, record: Record) -> Flight:

@@ -12,6 +12,7 @@ from llm_datadist._core.pool import PagePool
 from llm_datadist._core.pool_config import PoolConfig
 from llm_datadist._core.segments import U64
 from llm_datadist.devices.pool_memory import PoolMemory
+from llm_datadist.devices.shared_memory import SharedArea
 from llm_datadist.enums import Placement
 from llm_datadist.infos import PoolInfo
 from llm_datadist.status import OutOfMemoryError, ParamInvalidError
@@ -62,6 +63,22 @@ class Pools:
                     f"the pool of {_PROPERTY[placement]} cannot be had: {exc}; ask for less"
                 ) from exc
             self._pools[placement] = _Pool(memory, PagePool(pages), page_nbytes)
+
+    @property
+    def areas(self) -> tuple[SharedArea, ...]:
+        """What peers on this host may map.
+
+        Raises:
+            NotSharable: This kernel cannot seal it.
+        """
+        return tuple(pool.memory.area for pool in self._pools.values())
+
+    @property
+    def bounds(self) -> dict[Placement, tuple[int, int]]:
+        """(address, nbytes) of each pool."""
+        return {
+            placement: (pool.memory.address, pool.memory.nbytes) for placement, pool in self._pools.items()
+        }
 
     def close(self, *, unmap: bool = True) -> None:
         """Gives everything back. ``unmap=False``: something may still write there, so the address stays taken."""

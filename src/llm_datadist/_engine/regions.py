@@ -67,9 +67,15 @@ class Regions:
 
     def free(self, cache_id: int) -> None:
         """Forgets what a cache has, if it is not a pool's."""
+        own = self.has(cache_id)
         tokens = self._of_cache.pop(cache_id, {})
-        if not any(tokens is pooled for pooled in self._of_pool.values()):
+        if own:
             self.forget(tokens)
+
+    def has(self, cache_id: int) -> bool:
+        """Whether a cache that is not in a pool has been registered with any."""
+        tokens = self._of_cache.get(cache_id)
+        return tokens is not None and not any(tokens is pooled for pooled in self._of_pool.values())
 
     def renew(self, cache_id: int, bases: U64, nbytes: int) -> bool:
         """Registers the memory of a cache again, which was mapped anew; whether anything changed for peers."""

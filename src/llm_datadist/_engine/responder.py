@@ -6,6 +6,7 @@ Runs on the control thread and on the transports' serving threads: nothing here 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from llm_datadist._core.layout import CacheSlice, check_slice
 from llm_datadist._core.leases import Lease
@@ -108,20 +109,25 @@ class Responder:
         try:
             request, part = codec.read_selector(selector)
             return self._open(link_token, request, part)
-        except ProtocolError as exc:
-            return Fault(FaultKind.REFUSED, str(exc), LLMStatusCode.LLM_PARAM_INVALID)
-        except LLMException as exc:
-            return Fault(FaultKind.REFUSED, str(exc), exc.status_code)
+        except (ProtocolError, LLMException) as exc:
+            return _refusal(exc)
+
+    def send_now(self, link_token: bytes, selector: bytes, send: Callable[[Extents], None]) -> Fault | None:
+        """The same for what is sent within the call: nothing to pin."""
+        try:
+            request, part = codec.read_selector(selector)
+            with self._state.condition:
+                record = self._allowed(link_token, request)[2]
+                check_slice(part, record.layout, unit_nbytes=record.layout.stride_nbytes)
+                send(part.extents(record.addresses))
+        except (ProtocolError, LLMException) as exc:
+            return _refusal(exc)
+        return None
 
     def _open(self, link_token: bytes, request: ReadRequest, part: CacheSlice) -> Serving:
         state = self._state
         with state.condition:
-            state.check_open()
-            link = state.by_token.get(link_token)
-            if link is None:
-                raise CacheNotExistError("the link of this read is down here")
-            lease = self._lease(link, request)
-            record = lease.record if lease else self._record(request)
+            link, lease, record = self._allowed(link_token, request)
             flight = Flight(link, (record.cache_id,), serving=True)
             state.flights.begin(flight)
         try:
@@ -131,6 +137,15 @@ class Responder:
             state.flights.end(flight)
             raise
         return Serving(state, extents, flight, lease, request)
+
+    def _allowed(self, link_token: bytes, request: ReadRequest) -> tuple[Link, Lease | None, Record]:
+        """Whose read it is, by which lease, and of what. The caller holds the lock."""
+        self._state.check_open()
+        link = self._state.by_token.get(link_token)
+        if link is None:
+            raise CacheNotExistError("the link of this read is down here")
+        lease = self._lease(link, request)
+        return link, lease, lease.record if lease else self._record(request)
 
     def _lease(self, link: Link, request: ReadRequest) -> Lease | None:
         if not request.lease_id:
@@ -192,6 +207,11 @@ class Serving:
     def close(self) -> None:
         """It is over."""
         self._state.flights.end(self._flight)
+
+
+def _refusal(exc: ProtocolError | LLMException) -> Fault:
+    code = exc.status_code if isinstance(exc, LLMException) else LLMStatusCode.LLM_PARAM_INVALID
+    return Fault(FaultKind.REFUSED, str(exc), code)
 
 
 def check_accessible(record: Record) -> None:

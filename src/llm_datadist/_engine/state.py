@@ -36,7 +36,7 @@ from llm_datadist.status import (
     LLMException,
     NotLinkedError,
 )
-from llm_datadist.transports.seam import StreamChannel, TransportCaps
+from llm_datadist.transports.seam import StreamChannel, TransportCaps, WordChannel
 
 _GRACE = 0.1  # of sync_kv_timeout: a call may take its time and a fifth
 
@@ -50,6 +50,7 @@ class Peer:
     serving: StreamChannel | None = (
         None  # on which the peer may read us by connections, whatever we read it by
     )
+    words: WordChannel | None = None  # on which words are read faster than on the way of the bytes
     table: RemoteTable = field(default_factory=RemoteTable)
     offers: dict[int, object] = field(default_factory=dict)
     closing: bool = False  # an unlink is being agreed: no new transfers of ours
@@ -57,6 +58,7 @@ class Peer:
     by_clusters: bool = False  # a caller of link_clusters here wants this link
     bytes_in: int = 0
     bytes_out: int = 0
+    only_way: Way | None = None
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def count_in(self, nbytes: int) -> None:
@@ -79,10 +81,18 @@ class Peer:
         """Whether some of it is read by address, so that we need addresses."""
         return self.ways[0].caps.one_sided
 
+    def __post_init__(self) -> None:
+        """Notes the way that needs no choice: the only one, by address, to all of the memory."""
+        way = self.ways[0]
+        if len(self.ways) == 1 and way.caps.one_sided and not way.caps.partial:
+            self.only_way = way
+
     def close(self) -> None:
         """Cancels what runs on its channels."""
         for way in self.ways:
             way.channel.close()
+        if self.words is not None:
+            self.words.close()
         if self.serving is not None:
             self.serving.close()
 

@@ -16,6 +16,7 @@ from llm_datadist.transports.seam import (
     OneSidedChannel,
     PartialChannel,
     RegisteringChannel,
+    Transport,
     TransportCaps,
 )
 
@@ -27,11 +28,13 @@ class Way:
     name: str
     caps: TransportCaps
     channel: Channel
+    by_address: OneSidedChannel | None  # the channel, if it reads by address
 
-    @property
-    def by_address(self) -> OneSidedChannel | None:
-        """The channel, if it reads by address."""
-        return cast(OneSidedChannel, self.channel) if self.caps.one_sided else None
+    @classmethod
+    def of(cls, transport: Transport, channel: Channel) -> Way:
+        """The way by a channel of that transport."""
+        caps = transport.caps
+        return cls(transport.name, caps, channel, cast(OneSidedChannel, channel) if caps.one_sided else None)
 
     def reaches(self, source: Extents, token: bytes) -> bool:
         """Whether it can read all of ``source``, memory of a cache whose owner gave ``token`` with it."""

@@ -73,8 +73,7 @@ class LinkDriver:
 
     def link_of(self, cluster_id: int) -> Link | None:
         """The link to that cluster, up or silent."""
-        with self._lock:
-            return self._up.get(cluster_id)
+        return self._up.get(cluster_id)  # one look-up is a thing of its own, and every transfer makes it
 
     def links(self) -> list[Link]:
         """All links, up or silent, by cluster id."""

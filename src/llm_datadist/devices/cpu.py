@@ -37,14 +37,17 @@ def is_writable(address: int, nbytes: int) -> bool:
     return first_unwritable([address], nbytes) is None
 
 
-def first_unwritable(addresses: ArrayLike, nbytes: int) -> int | None:
-    """The first tensor that is not wholly mapped and writable; see :func:`first_unmapped`."""
+def first_unwritable(addresses: ArrayLike, nbytes: int | U64) -> int | None:
+    """The first tensor that is not wholly mapped and writable; see :func:`first_unmapped`.
+
+    ``nbytes`` may be an array, none 0.
+    """
     return _first_outside(addresses, nbytes, b"w", 1)
 
 
-def _first_outside(addresses: ArrayLike, nbytes: int, right: bytes, column: int) -> int | None:
+def _first_outside(addresses: ArrayLike, nbytes: int | U64, right: bytes, column: int) -> int | None:
     starts = np.atleast_1d(np.asarray(addresses, dtype=np.uint64))
-    if nbytes <= 0 or not len(starts):
+    if not len(starts) or (isinstance(nbytes, int) and nbytes <= 0):
         return None
     for _ in range(2):
         outside = _outside(starts, nbytes, *_joined(right, column))
@@ -53,13 +56,15 @@ def _first_outside(addresses: ArrayLike, nbytes: int, right: bytes, column: int)
     return int(outside.argmax())
 
 
-def _outside(starts: U64, nbytes: int, low: U64, high: U64) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _outside(
+    starts: U64, nbytes: int | U64, low: U64, high: U64
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Which of [start, start + nbytes) lie in none of the (sorted, disjoint) mappings [low, high)."""
-    if nbytes >= _TOP or not len(low):
+    if not len(low) or (isinstance(nbytes, int) and nbytes >= _TOP):
         return np.ones(len(starts), dtype=bool)
     at = low.searchsorted(starts, side="right").astype(np.int64) - 1
     room = np.where((at >= 0) & (starts < high[at]), high[at] - starts, np.uint64(0))
-    below: np.ndarray[tuple[int], np.dtype[np.bool_]] = room < np.uint64(nbytes)
+    below: np.ndarray[tuple[int], np.dtype[np.bool_]] = room < np.asarray(nbytes, dtype=np.uint64)
     return below
 
 

@@ -8,22 +8,21 @@ none of it alive.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long]
-_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000
-_PROT_NONE = 0
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_FAILED = ctypes.c_void_p(-1).value
+from llm_datadist.devices.mapping import (
+    FIXED,
+    NO_RESERVE,
+    PRIVATE,
+    PROT_NONE,
+    READ_WRITE,
+    map_memory,
+    unmap,
+)
+from llm_datadist.devices.shared_memory import NotSharable, SharedArea, create_memfd, seal
 
 
 class PoolMemory:
@@ -44,19 +43,30 @@ class PoolMemory:
             raise MemoryError(f"{nbytes} bytes are asked for, {available} are available on this machine")
         self.nbytes = nbytes
         self.address = 0
-        self.fd = os.memfd_create("llm-datadist-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = create_memfd("llm-datadist-pool", nbytes)
         try:
-            os.ftruncate(self.fd, nbytes)
             self.address = _reserve(nbytes, alignment)
-            _map(self.address, nbytes, _READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, self.fd)
+            map_memory(self.address, nbytes, READ_WRITE, mmap.MAP_SHARED | FIXED, self.fd)
+            self._unsealed = seal(self.fd)
         except BaseException:
             self.close()
             raise
 
+    @property
+    def area(self) -> SharedArea:
+        """What a peer may be given, until the descriptor is closed.
+
+        Raises:
+            NotSharable: Nothing; the text says why.
+        """
+        if self._unsealed:
+            raise NotSharable(self._unsealed)
+        return SharedArea(self.address, self.nbytes, self.fd)
+
     def close(self) -> None:
         """Unmaps it. Idempotent."""
         if self.address:
-            _LIBC.munmap(self.address, self.nbytes)
+            unmap(self.address, self.nbytes)
             self.address = 0
         self.close_descriptor()
 
@@ -69,7 +79,7 @@ class PoolMemory:
     def leave_to_parent(self) -> None:
         """In a forked child: puts private zeros in its place, so that nothing here can change or keep the pool."""
         with contextlib.suppress(OSError):  # without memory for it the mapping stays; nothing of ours uses it
-            _map(self.address, self.nbytes, _READ_WRITE, _PRIVATE | _MAP_FIXED | _MAP_NORESERVE, -1)
+            map_memory(self.address, self.nbytes, READ_WRITE, PRIVATE | FIXED | NO_RESERVE, -1)
         self.close_descriptor()
 
 
@@ -124,17 +134,9 @@ def _reserve(nbytes: int, alignment: int) -> int:
     page = mmap.PAGESIZE
     nbytes = -(-nbytes // page) * page
     whole = nbytes + alignment
-    low = _map(None, whole, _PROT_NONE, _PRIVATE | _MAP_NORESERVE, -1)
+    low = map_memory(None, whole, PROT_NONE, PRIVATE | NO_RESERVE, -1)
     address = -(-low // alignment) * alignment
     for start, stop in ((low, address), (address + nbytes, low + -(-whole // page) * page)):
         if stop > start:
-            _LIBC.munmap(start, stop - start)
+            unmap(start, stop - start)
     return address
-
-
-def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
-    found: int | None = _LIBC.mmap(address, nbytes, protection, flags, fd, 0)
-    if found is None or found == _FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, f"mmap of {nbytes} bytes: {os.strerror(number)}")
-    return found

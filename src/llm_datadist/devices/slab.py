@@ -1,22 +1,29 @@
 """The word slab: 64-bit words that peers read in our memory to see whether something still holds.
 
-Strategy: chunks of private anonymous memory, never unmapped and never moved; a word that no longer holds
-is zero, and its slot may serve again, because values are random and no old reader can match a new one.
-Invariants: a word changes by one aligned store; 0 is never a value; a forked child sees zeros
-(MADV_WIPEONFORK) and writes nothing, so that it can neither pass for its parent nor revive a word.
+Strategy: one sparse area, never unmapped and never moved; a word that no longer holds is zero, and its
+slot may serve again, because values are random and no old reader can match a new one. The area is a
+sealed memfd, so that readers on this host can be given it; private memory where there is no memfd.
+Invariants: a word changes by one aligned store; 0 is never a value; a forked child has nothing there
+(MADV_DONTFORK; zeros in private memory) and writes nothing, so that it can neither pass for its parent
+nor revive a word.
 Threads: every method may be called from any thread. A store is followed by a release and an acquire of
 the lock before the method returns, so that no later write of the caller can be seen before it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import threading
-from typing import Any
+import weakref
 
-_CHUNK_NBYTES = 64 << 10
+from llm_datadist.devices.mapping import NO_RESERVE, PRIVATE, READ_WRITE, advise, map_memory
+from llm_datadist.devices.shared_memory import NotSharable, SharedArea, create_memfd, seal
+
+# One word for each cache, key and lease of a life. It takes address space alone until words are used.
+_AREA_NBYTES = 64 << 20
 _WORD_NBYTES = 8
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK, Linux 4.14; without it the pid guard is what is left
 
@@ -29,20 +36,25 @@ class Slab:
         self._pid = os.getpid()
         self._free: list[int] = []
         self._used: set[int] = set()
+        self._address = 0
+        self._fd = -1
+        self._unsealed = ""
+        self._map()
+        self._never_used = self._address
+        # Closes the descriptor at the latest with the slab; the memory stays.
+        self._close = weakref.finalize(self, _close, self._fd)
 
     def allocate(self, value: int) -> int:
         """A slot that holds ``value``, random and not 0; returns its address, a multiple of 8.
 
         Raises:
             RuntimeError: In a forked child.
-            MemoryError: The system gives no memory.
+            MemoryError: All words of the area are in use.
         """
         self._refuse_child()
         _check(value)
         with self._lock:
-            if not self._free:
-                self._free = _map_chunk()
-            address = self._free.pop()
+            address = self._free.pop() if self._free else self._extend()
             self._used.add(address)
             ctypes.c_uint64.from_address(address).value = value
         self._order_stores()
@@ -97,6 +109,56 @@ class Slab:
             self._used.clear()
         self._order_stores()
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """(address, nbytes) of what holds all words, now and later."""
+        return self._address, _AREA_NBYTES
+
+    @property
+    def area(self) -> SharedArea:
+        """What a peer may be given, until ``close_descriptor``.
+
+        Raises:
+            NotSharable: Nothing; the text says why.
+        """
+        if self._unsealed:
+            raise NotSharable(self._unsealed)
+        return SharedArea(self._address, _AREA_NBYTES, self._fd)
+
+    def close_descriptor(self) -> None:
+        """Ends the sharing with new readers; the words stay. Idempotent; all that a forked child may call."""
+        self._close()
+
+    def _map(self) -> None:
+        """Takes the area, shared if it can be and private if not."""
+        try:
+            self._map_shared()
+        except OSError as exc:
+            self._unsealed = f"this system gives no memory that can be shared: {exc}"
+            self._address = map_memory(None, _AREA_NBYTES, READ_WRITE, PRIVATE | NO_RESERVE, -1)
+            with contextlib.suppress(OSError):
+                advise(self._address, _AREA_NBYTES, _WIPE_ON_FORK)
+
+    def _map_shared(self) -> None:
+        self._fd = create_memfd("llm-datadist-words", _AREA_NBYTES)
+        try:
+            self._address = map_memory(None, _AREA_NBYTES, READ_WRITE, mmap.MAP_SHARED, self._fd)
+            advise(self._address, _AREA_NBYTES, mmap.MADV_DONTFORK)
+            self._unsealed = seal(self._fd)
+        except BaseException:
+            os.close(self._fd)
+            self._fd = -1
+            raise
+
+    def _extend(self) -> int:
+        """The next word that has never been used."""
+        if self._never_used == self._address + _AREA_NBYTES:
+            raise MemoryError(
+                f"all {_AREA_NBYTES // _WORD_NBYTES} words are in use; unregister caches or keys"
+            )
+        self._never_used += _WORD_NBYTES
+        return self._never_used - _WORD_NBYTES
+
     def _check_used(self, address: int) -> None:
         if address not in self._used:
             raise ValueError(f"{address:#x} is not a word of this slab in use")
@@ -115,15 +177,6 @@ def _check(value: int) -> None:
         raise ValueError(f"a word's value lies in [1, 2**64), not {value}")
 
 
-def _map_chunk() -> list[int]:
-    """Addresses of the words of a new chunk, which stays mapped until the process ends."""
-    libc: Any = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    base = libc.mmap(None, _CHUNK_NBYTES, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-    if base == ctypes.c_void_p(-1).value:
-        raise MemoryError(f"no memory for a chunk of words: {os.strerror(ctypes.get_errno())}")
-    libc.madvise(base, _CHUNK_NBYTES, _WIPE_ON_FORK)
-    return list(range(base + _CHUNK_NBYTES - _WORD_NBYTES, base - _WORD_NBYTES, -_WORD_NBYTES))
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from llm_datadist._core.segments import Extents, Segments
 from llm_datadist.testing.owner import Memory, pattern
-from llm_datadist.transports.seam import Progress
+from llm_datadist.transports.seam import FaultKind, Progress
 
 if TYPE_CHECKING:
     from llm_datadist.testing.transports import Pair
@@ -26,6 +27,7 @@ Bytes = NDArray[np.uint8]
 
 FILL = 0xA5
 PAGE = 4096
+PROMPT_S = 1.0  # what must end at once, or at its deadline, has this much room on a busy machine
 _PATIENCE_S = 30.0  # for what must succeed, however slow the machine
 _AFTERMATH_S = 0.3  # how long we look for writes that come late
 
@@ -60,6 +62,7 @@ class Board:
         for size in destinations:
             starts.append(starts[-1] + -(-size // PAGE) * PAGE + PAGE)
         address = self.memory.map_sparse(starts[-1])
+        self._forget = _registered(pair, address, starts[-1])
         self._all = _view(address, starts[-1])
         self._starts = starts[:-1]
         self.here = [address + start for start in self._starts]
@@ -68,6 +71,7 @@ class Board:
     def close(self) -> None:
         """Unmaps the memory of both sides."""
         del self._all
+        self._forget()
         self.memory.close()
         for base, source in zip(self.bases, self._sources, strict=True):
             self.pair.unmap(base, max(1, len(source)))
@@ -161,6 +165,7 @@ class SparseBoard:
         self._there = pair.map_sparse(part)
         pair.write(self._there, b"\x01")
         self._here = self._memory.map_sparse(self._nbytes)
+        self._forget = _registered(pair, self._here, self._nbytes)
         self._first = _view(self._here, 1)
         there = extents([self._there] * count, [(0, part)])
         here = extents([self._here + i * part for i in range(count)], [(0, part)])
@@ -168,6 +173,7 @@ class SparseBoard:
 
     def close(self) -> None:
         """Unmaps the memory of both sides."""
+        self._forget()
         self._memory.close()
 
     def begun(self) -> bool:
@@ -183,6 +189,12 @@ class SparseBoard:
             raise AssertionError(f"{pages} pages were written after the read had ended")
 
 
+def _registered(pair: Pair, address: int, nbytes: int) -> Callable[[], None]:
+    """Tells a pair of a registering transport of memory to read into; returns how to take that back."""
+    register = getattr(pair, "register_destination", None)
+    return register(address, nbytes) if register is not None else lambda: None
+
+
 def check_same(actual: Bytes, expected: Bytes) -> None:
     """Equal to the last byte."""
     if not np.array_equal(actual, expected):
@@ -191,6 +203,24 @@ def check_same(actual: Bytes, expected: Bytes) -> None:
         raise AssertionError(
             f"{len(wrong)} wrong bytes, first at {at}: {actual[at]:#04x} instead of {expected[at]:#04x}"
         )
+
+
+@contextmanager
+def board_of(pair: Pair, sources: Sequence[int], destinations: Sequence[int]) -> Iterator[Board]:
+    """A board, closed at the end."""
+    board = Board(pair, sources, destinations)
+    try:
+        yield board
+    finally:
+        board.close()
+
+
+def check_fault(progress: Progress, kind: FaultKind, nbytes: int) -> None:
+    """The read ended with this kind of fault, a text, and a count that can be."""
+    if progress.fault is None or progress.fault.kind is not kind:
+        raise AssertionError(f"the read should have ended with {kind}; it ended with {progress}")
+    if not progress.fault.text or not 0 <= progress.nbytes <= nbytes:
+        raise AssertionError(f"no text, or an impossible count of {nbytes} bytes: {progress}")
 
 
 def _view(address: int, nbytes: int) -> Bytes:

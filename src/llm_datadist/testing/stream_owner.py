@@ -13,7 +13,7 @@ import functools
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -99,6 +99,19 @@ class ExtentsSource:
             return Fault(FaultKind.REFUSED, str(exc), LLMStatusCode.LLM_PARAM_INVALID)
         self.open_count += 1
         return serving
+
+    def send_now(self, link_token: bytes, selector: bytes, send: Callable[[Extents], None]) -> Fault | None:
+        """See ``seam.ReadSource``."""
+        serving = self.open(link_token, selector)
+        if isinstance(serving, Fault):
+            return serving
+        try:
+            refusal = serving.check()
+            if refusal is None:
+                send(serving.extents)
+            return refusal
+        finally:
+            serving.close()
 
 
 class Port:

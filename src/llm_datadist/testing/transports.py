@@ -10,6 +10,7 @@ the test breaks), and subclasses ``TransportConformance``::
     def doomed(): ...
     class TestMine(TransportConformance): ...
 
+Those that read by address have more to do: see ``testing.one_sided``.
 Every case compares the whole destination, margins included, with a plain NumPy model.
 """
 
@@ -24,11 +25,20 @@ from typing import Protocol
 import numpy as np
 
 from llm_datadist._core.segments import Extents, Segments
-from llm_datadist.testing.board import PAGE, Board, Runs, SparseBoard, extents, soon
+from llm_datadist.testing.board import (
+    PAGE,
+    PROMPT_S,
+    Board,
+    Runs,
+    SparseBoard,
+    board_of,
+    check_fault,
+    extents,
+    soon,
+)
 from llm_datadist.transports.seam import Channel, Completion, FaultKind, Progress
 
 _MIB = 1 << 20
-_PROMPT_S = 1.0  # what must end at once, or at its deadline, has this much room on a busy machine
 
 
 class Pair(Protocol):
@@ -82,14 +92,14 @@ class TransportConformance:
     def test_b7_random_plans_equal_a_numpy_model(self, pair: Pair) -> None:
         """Order, repetition, overlap and splits of the source; splits and order of the destination."""
         rng = np.random.default_rng(7)
-        with _board(pair, [40_000] * 3, [60_000] * 3) as board:
+        with board_of(pair, [40_000] * 3, [60_000] * 3) as board:
             for _ in range(150):
                 board.check_read(*_random_runs(rng, int(rng.integers(1, 20_000)), 40_000))
 
     def test_b7_listed_orders(self, pair: Pair) -> None:
         """Blocks as callers name them: out of order, repeated, descending, touching."""
         size = 1000
-        with _board(pair, [size * 16] * 2, [size * 16] * 2) as board:
+        with board_of(pair, [size * 16] * 2, [size * 16] * 2) as board:
             for src, dst in (
                 ([7, 3, 9], [1, 0, 2]),
                 ([5, 5, 5], [4, 9, 2]),
@@ -110,14 +120,14 @@ class TransportConformance:
     def test_b6_one_range_longer_than_a_call(self, pair: Pair) -> None:
         """40 MiB and a byte in one range, cut at other places on the other side."""
         total = 40 * _MIB + 1
-        with _board(pair, [total], [total + 10]) as board:
+        with board_of(pair, [total], [total + 10]) as board:
             board.check_read([(0, total)], [(3, total)])
             board.check_read([(0, 17 * _MIB + 1), (17 * _MIB + 1, 23 * _MIB)], [(3, total)])
 
     def test_m2_every_alignment(self, pair: Pair) -> None:
         """Starts within a page of both sides, odd lengths."""
         shifts = (0, 1, 7, 0x200, 4095)
-        with _board(pair, [8 * PAGE], [8 * PAGE]) as board:
+        with board_of(pair, [8 * PAGE], [8 * PAGE]) as board:
             for there in shifts:
                 for here in shifts:
                     for size in (1, 7, 4097):
@@ -125,7 +135,7 @@ class TransportConformance:
 
     def test_empty_plan_needs_nothing(self, pair: Pair) -> None:
         """No bytes: success, also after the deadline."""
-        with _board(pair, [100], [100]) as board:
+        with board_of(pair, [100], [100]) as board:
             board.check_read([], [])
             assert board.read([], [], deadline=time.monotonic() - 1) == Progress(0)
 
@@ -134,7 +144,7 @@ class TransportConformance:
         offset, data = (5 << 30) + 3, bytes(range(1, 200))
         base = pair.map_sparse(6 << 30)
         pair.write(base + offset, data)
-        with _board(pair, [], [1000]) as board:
+        with board_of(pair, [], [1000]) as board:
             there = extents([base], [(offset, len(data))])
             plan = Segments(pair.source(there), extents(board.here, [(17, len(data))]))
             progress = pair.channel.read(plan).wait(deadline=soon())
@@ -170,26 +180,26 @@ class TransportConformance:
 
     def test_unreadable_source_is_a_source_fault(self, pair: Pair) -> None:
         """A hole in the owner's memory; the channel is good for the next read."""
-        with _board(pair, [16 * PAGE], [16 * PAGE]) as board:
+        with board_of(pair, [16 * PAGE], [16 * PAGE]) as board:
             pair.unmap(board.bases[0] + 4 * PAGE, PAGE)
             for runs in ([(0, 16 * PAGE)], [(4 * PAGE, 8)], [(0, 100), (5 * PAGE - 1, 2)]):
                 total = sum(n for _, n in runs)
                 progress = board.read(runs, [(0, total)])
-                _check_fault(progress, FaultKind.SOURCE, total)
+                check_fault(progress, FaultKind.SOURCE, total)
                 board.check_only_changed([(0, total)])
                 board.refill()
             board.check_read([(5 * PAGE, 11 * PAGE)], [(0, 11 * PAGE)])
 
     def test_destination_that_cannot_be_written_is_a_destination_fault(self, pair: Pair) -> None:
         """A read-only page, then no access at all; the channel is good for the next read."""
-        with _board(pair, [16 * PAGE], [16 * PAGE]) as board:
+        with board_of(pair, [16 * PAGE], [16 * PAGE]) as board:
             page = board.here[0] + 6 * PAGE
             for rights in ("r", ""):
                 board.memory.protect(page, PAGE, rights)
                 for runs in ([(0, 14 * PAGE)], [(6 * PAGE, 1)], [(0, 8), (7 * PAGE - 1, 2)]):
                     total = sum(n for _, n in runs)
                     progress = board.read([(0, total)], runs)
-                    _check_fault(progress, FaultKind.DESTINATION, total)
+                    check_fault(progress, FaultKind.DESTINATION, total)
                 board.memory.protect(page, PAGE, "rw")
                 board.check_range_unchanged(6 * PAGE, PAGE)
                 board.check_only_changed([(0, 14 * PAGE)])
@@ -199,9 +209,9 @@ class TransportConformance:
 
     def test_deadline_in_the_past_moves_nothing(self, pair: Pair) -> None:
         """TIMEOUT at once."""
-        with _board(pair, [_MIB], [_MIB]) as board:
+        with board_of(pair, [_MIB], [_MIB]) as board:
             progress = board.read([(0, _MIB)], [(0, _MIB)], deadline=time.monotonic() - 0.001)
-            _check_fault(progress, FaultKind.TIMEOUT, _MIB)
+            check_fault(progress, FaultKind.TIMEOUT, _MIB)
             board.check_only_changed([])
             board.check_read([(0, _MIB)], [(0, _MIB)])
 
@@ -211,20 +221,20 @@ class TransportConformance:
             for time_s in (0.001, 0.02):
                 began = time.monotonic()
                 progress = pair.channel.read(board.plan).wait(deadline=began + time_s)
-                assert time.monotonic() - began < time_s + _PROMPT_S
-                _check_fault(progress, FaultKind.TIMEOUT, board.plan.nbytes)
+                assert time.monotonic() - began < time_s + PROMPT_S
+                check_fault(progress, FaultKind.TIMEOUT, board.plan.nbytes)
                 board.check_still()
-        with _board(pair, [_MIB], [_MIB]) as small:
+        with board_of(pair, [_MIB], [_MIB]) as small:
             small.check_read([(0, _MIB)], [(0, _MIB)])
 
     def test_cancel_before_wait(self, pair: Pair) -> None:
         """CANCELLED with the reason, and no byte."""
-        with _board(pair, [_MIB], [_MIB]) as board:
+        with board_of(pair, [_MIB], [_MIB]) as board:
             plan = board.plan([(0, _MIB)], [(0, _MIB)])
             read = pair.channel.read(plan)
             read.cancel("enough")
             progress = read.wait(deadline=soon())
-            _check_fault(progress, FaultKind.CANCELLED, _MIB)
+            check_fault(progress, FaultKind.CANCELLED, _MIB)
             assert progress.fault is not None and "enough" in progress.fault.text
             board.check_only_changed([])
 
@@ -233,7 +243,7 @@ class TransportConformance:
         with _sparse(pair, self.big_nbytes) as board:
             read = pair.channel.read(board.plan)
             progress = _caught(read, board, lambda: read.cancel("enough"))
-            _check_fault(progress, FaultKind.CANCELLED, board.plan.nbytes)
+            check_fault(progress, FaultKind.CANCELLED, board.plan.nbytes)
             board.check_still()
 
     def test_close_during_a_read(self, doomed: Pair) -> None:
@@ -241,41 +251,41 @@ class TransportConformance:
         with _sparse(doomed, self.big_nbytes) as board:
             read = doomed.channel.read(board.plan)
             progress = _caught(read, board, doomed.channel.close)
-            _check_fault(progress, FaultKind.CANCELLED, board.plan.nbytes)
+            check_fault(progress, FaultKind.CANCELLED, board.plan.nbytes)
             board.check_still()
             doomed.channel.close()
             late = doomed.channel.read(board.plan).wait(deadline=soon())
-            _check_fault(late, FaultKind.CANCELLED, board.plan.nbytes)
+            check_fault(late, FaultKind.CANCELLED, board.plan.nbytes)
             assert not board.begun()
 
     # ---- the owner ------------------------------------------------------------------------------
 
     def test_t2_stopped_owner_delays_nobody_beyond_the_deadline(self, pair: Pair) -> None:
         """All the bytes (its Python is not needed) or TIMEOUT, and nothing when it wakes up."""
-        with _board(pair, [8 * _MIB], [8 * _MIB]) as board:
+        with board_of(pair, [8 * _MIB], [8 * _MIB]) as board:
             pair.stop()
             try:
                 began = time.monotonic()
                 progress = board.read([(0, 8 * _MIB)], [(0, 8 * _MIB)], deadline=began + 0.3)
-                assert time.monotonic() - began < 0.3 + _PROMPT_S
+                assert time.monotonic() - began < 0.3 + PROMPT_S
             finally:
                 pair.resume()
             if progress.fault is not None:
-                _check_fault(progress, FaultKind.TIMEOUT, 8 * _MIB)
+                check_fault(progress, FaultKind.TIMEOUT, 8 * _MIB)
                 board.check_still()
             board.refill()
             board.check_read([(0, 8 * _MIB)], [(0, 8 * _MIB)])
 
     def test_t3_owner_that_is_gone(self, doomed: Pair) -> None:
         """PEER_LOST at once, without a byte, every time."""
-        with _board(doomed, [_MIB], [_MIB]) as board:
+        with board_of(doomed, [_MIB], [_MIB]) as board:
             plans = [board.plan([(0, n)], [(0, n)]) for n in (8, _MIB, _MIB)]
             doomed.kill()
             for plan in plans:
                 began = time.monotonic()
                 progress = doomed.channel.read(plan).wait(deadline=soon())
-                assert time.monotonic() - began < _PROMPT_S
-                _check_fault(progress, FaultKind.PEER_LOST, plan.nbytes)
+                assert time.monotonic() - began < PROMPT_S
+                check_fault(progress, FaultKind.PEER_LOST, plan.nbytes)
                 board.check_only_changed([])
 
     def test_t3_owner_dies_in_the_middle(self, doomed: Pair) -> None:
@@ -283,12 +293,12 @@ class TransportConformance:
         with _sparse(doomed, self.big_nbytes) as board:
             read = doomed.channel.read(board.plan)
             progress = _caught(read, board, doomed.kill)
-            _check_fault(progress, FaultKind.PEER_LOST, board.plan.nbytes)
+            check_fault(progress, FaultKind.PEER_LOST, board.plan.nbytes)
             board.check_still()
 
     def _check_scattered(self, pair: Pair, size: int, count: int) -> None:
         rng = np.random.default_rng(size * count)
-        with _board(pair, [size * count], [size * count + count]) as board:
+        with board_of(pair, [size * count], [size * count + count]) as board:
             src = rng.permutation(count)
             dst = rng.permutation(count)
             board.check_blocks(src, dst, size)
@@ -301,15 +311,6 @@ class TransportConformanceSlow(TransportConformance):
 
 
 # ---- helpers ------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _board(pair: Pair, sources: Sequence[int], destinations: Sequence[int]) -> Iterator[Board]:
-    board = Board(pair, sources, destinations)
-    try:
-        yield board
-    finally:
-        board.close()
 
 
 @contextmanager
@@ -334,15 +335,8 @@ def _caught(read: Completion, board: SparseBoard, interrupt: Callable[[], None])
         began = time.monotonic()
     finally:
         thread.join()
-    assert time.monotonic() - began < _PROMPT_S, "the read did not end at once"
+    assert time.monotonic() - began < PROMPT_S, "the read did not end at once"
     return answers[0]
-
-
-def _check_fault(progress: Progress, kind: FaultKind, nbytes: int) -> None:
-    if progress.fault is None or progress.fault.kind is not kind:
-        raise AssertionError(f"the read should have ended with {kind}; it ended with {progress}")
-    if not progress.fault.text or not 0 <= progress.nbytes <= nbytes:
-        raise AssertionError(f"no text, or an impossible count of {nbytes} bytes: {progress}")
 
 
 def _run_all(threads: Sequence[threading.Thread]) -> None:

@@ -34,6 +34,7 @@ _prctl.restype = ctypes.c_int
 _prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
 
 _FourWords = ctypes.c_uint64 * 4
+_FiveWords = ctypes.c_uint64 * 5
 
 
 def read_pairs(pid: int, destination: U64, source: U64) -> int:
@@ -59,12 +60,30 @@ def read_one(pid: int, destination: int, source: int, nbytes: int) -> int:
     return done if done >= 0 else -ctypes.get_errno()
 
 
+def read_u64(pid: int, address: int) -> int:
+    """The 8 bytes at ``address`` of ``pid`` as a uint64, or minus an errno."""
+    words = _FiveWords(0, 0, 8, address, 8)
+    at = ctypes.addressof(words)
+    words[1] = at
+    done: int = _readv(pid, at + 8, 1, at + 24, 1, 0)
+    if done == 8:
+        return words[0]
+    return -ctypes.get_errno() if done < 0 else -errno.EFAULT
+
+
 def can_write_byte(address: int) -> bool:
     """Whether the kernel can store to our own ``address``: tried with the byte that is there.
 
     Only for a byte that a read of ours was about to overwrite anyhow.
     """
     return read_one(os.getpid(), address, address, 1) != -errno.EFAULT
+
+
+def can_read_own() -> bool:
+    """Whether this process may use ``process_vm_readv`` on itself; a seccomp profile may forbid it."""
+    words = _FourWords(0, 0, 0, 0)
+    at = ctypes.addressof(words)
+    return read_one(os.getpid(), at, at + 16, 8) == 8
 
 
 def allow_any_tracer() -> None:

@@ -89,6 +89,16 @@ class InprocChannel:
         """Prepares a read; ``plan.source`` must be Extents."""
         return InprocRead(self, plan)
 
+    def read_word(self, address: int, *, deadline: float) -> int | Fault:
+        """Of this very process."""
+        fault = self.fault()
+        if fault is not None:
+            return fault
+        word = _libc.read_u64(os.getpid(), address)
+        if word < 0:
+            return Fault(FaultKind.SOURCE, f"the word at {address:#x} cannot be read: {os.strerror(-word)}")
+        return word
+
     def close(self) -> None:
         """Cancels what runs."""
         self._closed = True

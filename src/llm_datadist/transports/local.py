@@ -16,7 +16,6 @@ import errno
 import mmap
 import os
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from typing import ClassVar
@@ -26,13 +25,13 @@ import numpy as np
 
 from llm_datadist._core.segments import Segments
 from llm_datadist.transports import _libc
-from llm_datadist.transports.local_read import LocalRead, Peer
+from llm_datadist.transports._meeting import AdoptReader, DropReader, Meeting, credentials, meet
+from llm_datadist.transports.local_read import Peer, local_read, read_word
 from llm_datadist.transports.movers import Movers
-from llm_datadist.transports.seam import PeerEndpoint, TransportCaps, TransportUnavailable
+from llm_datadist.transports.seam import Completion, Fault, PeerEndpoint, TransportCaps, TransportUnavailable
 
 _NONCE_NBYTES = 16
 _NAME_PREFIX = b"\0llm-datadist/"  # the leading zero: an abstract name, which no file system holds
-_ACCEPTS_PER_TURN = 64  # then the control thread looks after others; the listener stays readable
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK: a forked child must not pass for its parent
 
 
@@ -59,13 +58,12 @@ class LocalTransport:
     def __init__(
         self,
         movers: Movers,
-        adopt_reader: Callable[[socket.socket, Callable[[], None]], None],
-        drop_reader: Callable[[socket.socket], None],
+        adopt_reader: AdoptReader,
+        drop_reader: DropReader,
         allow_ptrace: bool,
         random_bytes: Callable[[int], bytes],
     ) -> None:
         self._movers = movers
-        self._drop_reader = drop_reader
         self._lock = threading.Lock()
         self._channels: set[LocalChannel] = set()
         self._closed = False
@@ -76,19 +74,13 @@ class LocalTransport:
             self._nonce_page.madvise(_WIPE_ON_FORK)
         nonce = random_bytes(_NONCE_NBYTES)
         self._nonce_page[:_NONCE_NBYTES] = nonce
-        name = _NAME_PREFIX + random_bytes(12).hex().encode()
+        self._meeting = Meeting(
+            _NAME_PREFIX, socket.SOCK_STREAM, random_bytes, socket.socket.close, adopt_reader, drop_reader
+        )
         address = int(np.frombuffer(self._nonce_page, dtype=np.uint8).ctypes.data)
-        self._endpoint = msgspec.msgpack.encode(_Endpoint(name=name, nonce_address=address, nonce=nonce))
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self._listener.bind(name)
-            self._listener.listen(socket.SOMAXCONN)
-            adopt_reader(self._listener, self._accept)
-        except BaseException:
-            self._listener.close()
-            os.close(self._spare_fd)
-            raise
+        self._endpoint = msgspec.msgpack.encode(
+            _Endpoint(name=self._meeting.name, nonce_address=address, nonce=nonce)
+        )
 
     def endpoint(self) -> bytes:
         """Where peers find this process, and the proof that they have found it."""
@@ -128,33 +120,18 @@ class LocalTransport:
             channels = list(self._channels)
         for channel in channels:
             channel.close()
-        self._drop_reader(self._listener)
-        self._listener.close()
-        if self._spare_fd >= 0:
-            os.close(self._spare_fd)
+        self._meeting.close()
         self._nonce_page.close()
+
+    def close_after_fork(self) -> None:
+        """In a forked child: closes its copies of the descriptors and touches nothing else."""
+        self._meeting.close_after_fork()
+        for channel in self._channels:
+            channel.peer.close_after_fork()
 
     def _forget(self, channel: LocalChannel) -> None:
         with self._lock:
             self._channels.discard(channel)
-
-    def _accept(self) -> None:
-        for _ in range(_ACCEPTS_PER_TURN):
-            try:
-                self._listener.accept()[0].close()
-            except OSError as exc:
-                if exc.errno in (errno.EMFILE, errno.ENFILE) and self._spare_fd >= 0:
-                    self._accept_without_descriptors()
-                return
-
-    def _accept_without_descriptors(self) -> None:
-        """Takes one connection with the spare descriptor: left in the queue it would wake us for ever."""
-        os.close(self._spare_fd)
-        self._spare_fd = -1
-        with contextlib.suppress(OSError):
-            self._listener.accept()[0].close()
-        with contextlib.suppress(OSError):
-            self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
 
 class LocalChannel:
@@ -165,9 +142,13 @@ class LocalChannel:
         self._movers = movers
         self._forget = forget
 
-    def read(self, plan: Segments) -> LocalRead:
+    def read(self, plan: Segments) -> Completion:
         """Prepares a read; ``plan.source`` must be Extents."""
-        return LocalRead(self.peer, self._movers, plan)
+        return local_read(self.peer, self._movers, plan)
+
+    def read_word(self, address: int, *, deadline: float) -> int | Fault:
+        """One call of the kernel, so ``deadline`` plays no part."""
+        return read_word(self.peer, address)
 
     def close(self) -> None:
         """Cancels what runs; the last of it frees the descriptor."""
@@ -177,16 +158,8 @@ class LocalChannel:
 
 def _find(name: bytes) -> tuple[int, int]:
     """Pid, as seen from here, of the process that listens at ``name``, and a pidfd of it."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
-        try:
-            sock.connect(name)
-        except BlockingIOError as exc:
-            raise TransportUnavailable("the peer's queue of local connections is full; try again") from exc
-        except OSError as exc:
-            raise TransportUnavailable(
-                f"the peer cannot be met on this host ({exc}): another host or another network namespace"
-            ) from exc
-        pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    with meet(name, socket.SOCK_STREAM) as sock:
+        pid, _ = credentials(sock)
         if pid == 0:
             raise TransportUnavailable(
                 "the peer is in another pid namespace (SO_PEERCRED gives 0): its memory cannot be addressed"

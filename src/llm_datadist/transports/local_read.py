@@ -1,10 +1,7 @@
-"""One read of transport ``local``: a plan cut into calls of the kernel, by the caller and its movers.
+"""Transport ``local``: reads by calls of the kernel.
 
-Strategy: both sides are expanded on their own and handed to one call; the shorter one decides how far it
-goes, and whatever the kernel really copied is where the next call starts, to the byte. Large plans are
-claimed piece by piece, so that a late mover takes less and a missing one nothing.
-Invariants: deadline, cancel and the peer's life are looked at between calls and after the last one; the
-crew is dismissed (no thread may enter, all that have entered have left) before ``wait`` ends in any way.
+How a plan is shared and ended, ``_one_sided`` says. For a process that has ended the kernel answers ESRCH,
+or EFAULT while it is being taken down; the pidfd tells the two apart from a bad address.
 """
 
 from __future__ import annotations
@@ -12,63 +9,44 @@ from __future__ import annotations
 import errno
 import os
 import select
-import threading
 import time
 
 from llm_datadist._core.segments import Extents, Segments
 from llm_datadist.transports import _libc
+from llm_datadist.transports._one_sided import SPLIT_NBYTES, OneSidedRead, Owner
 from llm_datadist.transports.movers import Movers
-from llm_datadist.transports.seam import Fault, FaultKind, Progress
-
-CALL_NBYTES = 16 << 20  # a call cannot be cancelled: at most a few ms of one core
-SPLIT_NBYTES = 2 << 20  # below it, waking a thread costs more than it brings
-_CLAIM_NBYTES = 1 << 20
+from llm_datadist.transports.seam import Completion, Fault, FaultKind, Progress
 
 
-class Peer:
+class Peer(Owner):
     """The other process: its pid, and the descriptor that tells when it has gone."""
 
-    __slots__ = ("_closed", "_fd", "_lock", "_users", "pid")
+    __slots__ = ("_fd", "pid")
 
     def __init__(self, pid: int, pidfd: int) -> None:
+        super().__init__()
         self.pid = pid
         self._fd = pidfd
-        self._lock = threading.Lock()
-        self._users = 0
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether the channel was closed."""
-        return self._closed
-
-    def hold(self) -> bool:
-        """Keeps the descriptor open until ``release``; False when the channel is closed."""
-        with self._lock:
-            if not self._closed:
-                self._users += 1
-            return not self._closed
-
-    def release(self) -> None:
-        """The end of a ``hold``."""
-        with self._lock:
-            self._users -= 1
-            self._close_unused()
-
-    def close(self) -> None:
-        """Stops what runs; the descriptor goes with its last holder. Idempotent."""
-        with self._lock:
-            self._closed = True
-            self._close_unused()
 
     def gone(self) -> bool:
-        """Whether the process has ended. Only while held."""
+        """Whether the process has ended. If not held, look at ``closed`` afterwards."""
+        fd = self._fd
+        if fd < 0:
+            return True
         poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
+        poll.register(fd, select.POLLIN)
         return bool(poll.poll(0))
 
-    def _close_unused(self) -> None:
-        if self._closed and not self._users and self._fd >= 0:
+    def lost(self) -> Fault:
+        """What a read ends with then."""
+        return Fault(FaultKind.PEER_LOST, f"process {self.pid} has ended")
+
+    def close_after_fork(self) -> None:
+        """In a forked child: closes the descriptor, without the lock, which another thread may have held."""
+        self._free()
+
+    def _free(self) -> None:
+        if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
@@ -86,188 +64,83 @@ class OwnProcess(Peer):
         return False
 
 
-class _Crew:
-    """Who is moving bytes of one read besides its caller."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside = 0
-        self._dismissed = False
-
-    def enter(self) -> bool:
-        with self._changed:
-            if not self._dismissed:
-                self._inside += 1
-            return not self._dismissed
-
-    def leave(self) -> None:
-        with self._changed:
-            self._inside -= 1
-            self._changed.notify_all()
-
-    def dismiss(self) -> None:
-        """Nobody enters any more; returns when all have left, whatever is raised into the wait."""
-        raised: BaseException | None = None
-        while True:
-            try:
-                with self._changed:
-                    self._dismissed = True
-                    while self._inside:
-                        self._changed.wait()
-                break
-            except BaseException as exc:  # a signal handler's, as a second Ctrl-C: after the join
-                raised = exc
-        if raised is not None:
-            raise raised
+def read_word(peer: Peer, address: int) -> int | Fault:
+    """A word of the peer, or why it cannot be read."""
+    word = _libc.read_u64(peer.pid, address)
+    gone = peer.gone()
+    if (
+        peer.closed
+    ):  # looked at last, since nothing is held: of another process than the peer nothing is believed
+        return Fault(FaultKind.CANCELLED, "the channel is closed")
+    if gone or word == -errno.ESRCH:
+        return peer.lost()
+    if word >= 0:
+        return word
+    reason = f"the word at {address:#x} of process {peer.pid} cannot be read: {os.strerror(-word)}"
+    kind = FaultKind.SOURCE if word == -errno.EFAULT else FaultKind.CHANNEL
+    return Fault(kind, reason, cause=OSError(-word, os.strerror(-word)))
 
 
-class LocalRead:
-    """A read under way."""
+def local_read(peer: Peer, movers: Movers, plan: Segments) -> Completion:
+    """A read of a plan with addresses, the shortest way for a single run."""
+    source, destination = plan.source, plan.destination
+    if isinstance(source, Extents) and source.nbytes == destination.nbytes <= SPLIT_NBYTES:
+        here, there = destination.single(), source.single()
+        if here is not None and there is not None:
+            return _OneRun(peer, movers, plan, here, there)
+    return LocalRead(peer, movers, plan)
 
-    __slots__ = (
-        "_cancelled", "_crew", "_cursor", "_deadline", "_destination", "_done", "_fault", "_lock", "_movers",
-        "_peer", "_share", "_source",
-    )  # fmt: skip
 
-    def __init__(self, peer: Peer, movers: Movers, plan: Segments) -> None:
-        source, destination = plan.source, plan.destination
-        if not isinstance(source, Extents):
-            raise TypeError("transport local reads by address; this plan has a selector")
-        if source.nbytes != destination.nbytes:
-            raise ValueError(f"the plan reads {source.nbytes} bytes into {destination.nbytes}")
+class _OneRun:
+    """A read of one run by one call of the kernel; if that does not do it all, a LocalRead finds out why.
+
+    Nothing is held: that the channel is still open is looked at after all that may have used a descriptor.
+    """
+
+    __slots__ = ("_cancelled", "_here", "_movers", "_peer", "_plan", "_there", "_whole")
+
+    def __init__(self, peer: Peer, movers: Movers, plan: Segments, here: int, there: int) -> None:
         self._peer = peer
         self._movers = movers
-        self._source = source
-        self._destination = destination
+        self._plan = plan
+        self._here = here
+        self._there = there
         self._cancelled: str | None = None
-        self._fault: Fault | None = None
+        self._whole: LocalRead | None = None
 
     def cancel(self, reason: str = "") -> None:
-        """Ends the read after the calls in progress."""
-        self._cancelled = reason or "cancelled"
+        """Ends the read after the call in progress."""
+        self._cancelled = reason
+        if self._whole is not None:
+            self._whole.cancel(reason)
 
     def wait(self, *, deadline: float) -> Progress:
         """Moves the bytes. To be called once."""
-        nbytes = self._destination.nbytes
-        if not nbytes:
-            return Progress(0)
-        if not self._peer.hold():
-            return Progress(0, Fault(FaultKind.CANCELLED, "the channel is closed"))
-        try:
-            self._deadline = deadline
-            at = self._move_one_run(nbytes)
-            if at < nbytes and self._fault is None:
-                if nbytes > SPLIT_NBYTES and self._movers.count:
-                    at = self._move_together(nbytes)
-                else:
-                    at = self._move(at, nbytes)
-            if self._fault is None and self._peer.gone():
-                self._fault = self._lost()
-            return Progress(at, self._fault)
-        finally:
-            self._peer.release()
+        peer = self._peer
+        if self._cancelled is None and time.monotonic() < deadline and not peer.closed:
+            nbytes = self._plan.destination.row_nbytes
+            done = _libc.read_one(peer.pid, self._here, self._there, nbytes)
+            if done == nbytes:
+                gone = peer.gone()
+                if not peer.closed:
+                    return Progress(nbytes, peer.lost() if gone else None)
+        self._whole = LocalRead(peer, self._movers, self._plan)
+        if self._cancelled is not None:
+            self._whole.cancel(self._cancelled)
+        return self._whole.wait(deadline=deadline)
 
-    def _move_one_run(self, nbytes: int) -> int:
-        """The short way for one run on each side; returns how far it came, 0 if it does not apply."""
-        source, destination = self._source, self._destination
-        runs = max(len(source.bases) * len(source.offsets), len(destination.bases) * len(destination.offsets))
-        if runs != 1 or nbytes > SPLIT_NBYTES or self._must_stop():
-            return 0
-        there = int(source.bases[0]) + int(source.offsets[0])
-        here = int(destination.bases[0]) + int(destination.offsets[0])
-        return max(0, _libc.read_one(self._peer.pid, here, there, nbytes))
+
+class LocalRead(OneSidedRead):
+    """A read under way."""
+
+    __slots__ = ("_peer",)
+
+    def __init__(self, peer: Peer, movers: Movers, plan: Segments) -> None:
+        super().__init__(peer, movers, plan)
+        self._peer = peer
+
+    def _begin(self, nbytes: int) -> int:
+        return 0
 
     def _move(self, at: int, stop: int) -> int:
-        """Moves [at, stop) of the stream; returns where it ended: at stop, or before with a fault noted."""
-        max_runs = _libc.IOV_MAX
-        while at < stop and not self._must_stop():
-            room = min(CALL_NBYTES, stop - at)
-            source, _ = self._source.take_pairs(at, room, max_runs)
-            destination, _ = self._destination.take_pairs(at, room, max_runs)
-            done = _libc.read_pairs(self._peer.pid, destination, source)
-            if done > 0:
-                at += done
-            elif done == -errno.EFAULT and max_runs > 1:
-                max_runs = 1  # the call may have failed for a later range: find the very byte
-            elif done != -errno.EINTR:
-                self._note(self._fault_of(-done, int(source[0, 0]), int(destination[0, 0])))
-        return at
-
-    def _move_together(self, nbytes: int) -> int:
-        """The caller and up to ``movers.count`` threads; returns the bytes that all of them moved."""
-        helpers = min(self._movers.count, nbytes // _CLAIM_NBYTES - 1)
-        self._crew = _Crew()
-        self._lock = threading.Lock()
-        self._cursor = self._done = 0
-        self._share = helpers + 1
-        try:
-            self._movers.offer(self._help, helpers)
-            self._move_claims(nbytes)
-            self._dismiss()
-        except BaseException as exc:
-            self._note(Fault(FaultKind.CANCELLED, "interrupted", cause=exc))
-            self._dismiss()
-            raise
-        return self._done
-
-    def _dismiss(self) -> None:
-        self._movers.withdraw(self._help)
-        self._crew.dismiss()
-
-    def _help(self) -> None:
-        """A mover's part."""
-        if not self._crew.enter():
-            return
-        try:
-            self._move_claims(self._destination.nbytes)
-        except Exception as exc:
-            self._note(Fault(FaultKind.CHANNEL, f"a mover thread failed: {exc}", cause=exc))
-        finally:
-            self._crew.leave()
-
-    def _move_claims(self, nbytes: int) -> None:
-        while self._fault is None:
-            with self._lock:
-                at = self._cursor
-                left = nbytes - at
-                stop = at + min(left, CALL_NBYTES, max(_CLAIM_NBYTES, left // self._share))
-                self._cursor = stop
-            if at == stop:
-                return
-            end = self._move(at, stop)
-            with self._lock:
-                self._done += end - at
-
-    def _must_stop(self) -> bool:
-        """Between calls: whether there is a fault, by now, of whatever kind."""
-        if self._fault is not None:
-            return True
-        if self._cancelled is not None or self._peer.closed:
-            self._note(Fault(FaultKind.CANCELLED, self._cancelled or "the channel was closed"))
-        elif time.monotonic() >= self._deadline:
-            self._note(Fault(FaultKind.TIMEOUT, "the time ran out while bytes were being read"))
-        elif self._peer.gone():
-            self._note(self._lost())
-        return self._fault is not None
-
-    def _note(self, fault: Fault) -> None:
-        # Two threads at once: either reason is true, so the last one may win.
-        if self._fault is None:
-            self._fault = fault
-
-    def _lost(self) -> Fault:
-        return Fault(FaultKind.PEER_LOST, f"process {self._peer.pid} has ended")
-
-    def _fault_of(self, number: int, source: int, destination: int) -> Fault:
-        """What it means that the kernel copied nothing from ``source`` to ``destination``."""
-        if number == errno.ESRCH or self._peer.gone():
-            return self._lost()
-        cause = OSError(number, os.strerror(number))
-        if number == errno.EFAULT or number == 0:
-            if not _libc.can_write_byte(destination):
-                text = f"address {destination:#x} of this process cannot be written"
-                return Fault(FaultKind.DESTINATION, text, cause=cause)
-            text = f"address {source:#x} of process {self._peer.pid} cannot be read"
-            return Fault(FaultKind.SOURCE, text, cause=cause)
-        text = f"process_vm_readv from process {self._peer.pid} failed: {os.strerror(number)}"
-        return Fault(FaultKind.CHANNEL, text, cause=cause)
+        return self._move_by_kernel(self._peer.pid, at, stop)

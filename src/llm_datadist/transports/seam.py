@@ -122,8 +122,22 @@ class OneSidedChannel(Channel, Protocol):
         """
 
 
+class WordChannel(Protocol):
+    """A channel on which words can be looked at without a call of the kernel, whatever moves the bytes."""
+
+    def peek(self, address: int) -> int | None:
+        """As ``read_word``, but says nothing of the peer's life; None: out of reach, now or for good."""
+
+    def close(self) -> None:
+        """See ``Channel.close``."""
+
+
 class PartialChannel(OneSidedChannel, Protocol):
     """A channel to some of the peer's memory. Words of its slab are always within reach."""
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing is within reach, now or for good; empty otherwise."""
 
     def covers(self, source: Extents) -> bool:
         """Whether every byte of ``source`` is within reach. Does no I/O."""
@@ -206,6 +220,13 @@ class ReadSource(Protocol):
 
     def open(self, link_token: bytes, selector: bytes) -> Serving | Fault:
         """Finds, checks and pins what ``selector`` names. Does not block."""
+
+    def send_now(self, link_token: bytes, selector: bytes, send: Callable[[Extents], None]) -> Fault | None:
+        """Finds and checks what ``selector`` names and shows it to ``send``, all under one lock.
+
+        For small answers: nothing can be withdrawn before ``send`` has returned, so nothing is pinned, and
+        nothing need be checked afterwards. ``send`` neither blocks nor raises. Does not block.
+        """
 
 
 class StreamChannel(Channel, Protocol):

@@ -34,7 +34,8 @@ class TcpTransport:
         source: What peers may read here.
         first_frame: (link token, whether we read) -> the encoded first frame of a data connection.
         connections: Most connections per link on which we read; 0 = the default.
-        stripes: Most connections over which one wide read is spread; 0 = by machine (1 on two CPUs).
+        stripes: Most connections over which one wide read is spread; 0 = by machine (1 on two CPUs), and
+            4 for a peer that is far away.
         clock: The time now, seconds of a monotonic clock.
     """
 
@@ -52,6 +53,7 @@ class TcpTransport:
         self._first_frame = first_frame
         self._limit = connections or DEFAULT_CONNECTIONS
         self._stripes = min(self._limit, stripes or _stripes_by_machine())
+        self._far_stripes = min(self._limit, stripes or _MAX_STRIPES)
         self._clock = clock
         self._server = TcpServer(source)
         self._lock = threading.Lock()
@@ -72,6 +74,7 @@ class TcpTransport:
             peer,
             limit=self._limit,
             stripes=self._stripes,
+            far_stripes=self._far_stripes,
             first_frame=self._first_frame,
             server=self._server,
             forget=self._forget,

@@ -12,7 +12,9 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-CHUNK_NBYTES = 1 << 20  # a server's turn: bounds how long one reader holds up the others
+import msgspec
+
+CHUNK_NBYTES = 4 << 20  # what a reader takes with one call; its tail is zeros if the source fails within it
 SELECTOR_NBYTES = 16 << 20  # 10^6 block ids of 8 bytes, twice over
 TEXT_NBYTES = 1024  # of an END; longer ones are cut
 STREAM_NBYTES = 1 << 62  # far above any cache; keeps sums of positions within int64
@@ -38,21 +40,13 @@ class EndKind(IntEnum):
     SOURCE = 2  # the owner's memory could not be read
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """Send me bytes [start, stop) of the stream that ``selector`` names."""
 
     id: int
     start: int
     stop: int
     selector: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """``nbytes`` bytes of the stream follow."""
-
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +74,17 @@ def encode_end(request_id: int, kind: EndKind, code: int = 0, text: str = "") ->
     return _HEADER.pack(_HEADER_MAGIC, _END, kind, request_id, len(raw), code & 0xFFFFFFFF) + raw
 
 
-def decode_header(raw: bytes | memoryview, request_id: int, most_nbytes: int) -> Data | End:
+def put_whole(head: memoryview, end: memoryview, request_id: int, nbytes: int) -> None:
+    """The header of an answer of one chunk, and the END behind it."""
+    _HEADER.pack_into(head, 0, _HEADER_MAGIC, _DATA, 0, request_id, nbytes, 0)
+    _HEADER.pack_into(end, 0, _HEADER_MAGIC, _END, 0, request_id, 0, 0)
+
+
+def decode_header(raw: bytes | memoryview, request_id: int, most_nbytes: int) -> int | End:
     """Parses a header of an answer to ``request_id`` of which ``most_nbytes`` stream bytes are missing.
+
+    Returns:
+        The bytes of the stream that follow, or that none does.
 
     Raises:
         FrameError: It is not one, or what it says cannot be.
@@ -95,15 +98,16 @@ def decode_header(raw: bytes | memoryview, request_id: int, most_nbytes: int) ->
         most = min(CHUNK_NBYTES, most_nbytes)
         if not 0 < nbytes <= most:
             raise FrameError(f"a chunk of {nbytes} bytes where 1 to {most} can come")
-        return Data(nbytes)
+        return int(nbytes)
     if what != _END or kind not in _END_KINDS or nbytes > TEXT_NBYTES:
         raise FrameError(f"a header of kind {what}, status {kind}, {nbytes} bytes of text")
     if kind == EndKind.OK and most_nbytes:
         raise FrameError(f"the end of the answer with {most_nbytes} bytes missing")
-    return End(EndKind(kind), code, nbytes)
+    return End(EndKind(kind), code, nbytes) if kind or code or nbytes else _OK
 
 
 _END_KINDS = frozenset(map(int, EndKind))
+_OK = End(EndKind.OK, 0, 0)
 
 
 class RequestParser:
@@ -124,18 +128,36 @@ class RequestParser:
         Raises:
             FrameError: What was fed is not a request.
         """
-        if len(self._buffer) < REQUEST_NBYTES:
+        if not self._buffer:
             return None
-        magic, request_id, start, stop, selector_nbytes = _REQUEST.unpack_from(self._buffer)
-        if magic != _REQUEST_MAGIC:
-            raise FrameError("no request where one must be")
-        if not start <= stop <= STREAM_NBYTES:
-            raise FrameError(f"a request for the bytes [{start}, {stop})")
-        if selector_nbytes > SELECTOR_NBYTES:
-            raise FrameError(f"a selector of {selector_nbytes} bytes; the limit is {SELECTOR_NBYTES}")
-        whole = REQUEST_NBYTES + selector_nbytes
-        if len(self._buffer) < whole:
-            return None
-        selector = bytes(self._buffer[REQUEST_NBYTES:whole])
-        del self._buffer[:whole]
-        return Request(request_id, start, stop, selector)
+        request = _parse(self._buffer)
+        if request is not None:
+            del self._buffer[: REQUEST_NBYTES + len(request.selector)]
+        return request
+
+    def take(self, data: memoryview) -> Request | None:
+        """``feed`` and ``next`` in one: a whole request, which is the rule, is parsed where it lies."""
+        if self._buffer:
+            self.feed(data)
+            return self.next()
+        request = _parse(data)
+        used = REQUEST_NBYTES + len(request.selector) if request is not None else 0
+        if used < len(data):
+            self._buffer += data[used:]
+        return request
+
+
+def _parse(raw: bytearray | memoryview) -> Request | None:
+    if len(raw) < REQUEST_NBYTES:
+        return None
+    magic, request_id, start, stop, selector_nbytes = _REQUEST.unpack_from(raw)
+    if magic != _REQUEST_MAGIC:
+        raise FrameError("no request where one must be")
+    if not start <= stop <= STREAM_NBYTES:
+        raise FrameError(f"a request for the bytes [{start}, {stop})")
+    if selector_nbytes > SELECTOR_NBYTES:
+        raise FrameError(f"a selector of {selector_nbytes} bytes; the limit is {SELECTOR_NBYTES}")
+    whole = REQUEST_NBYTES + selector_nbytes
+    if len(raw) < whole:
+        return None
+    return Request(request_id, start, stop, bytes(raw[REQUEST_NBYTES:whole]))

@@ -10,6 +10,7 @@ Threads: one lock; nothing blocks under it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -17,28 +18,39 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from llm_datadist.transports._sockets import is_gone, tune
+from llm_datadist.transports._sockets import is_gone, round_trip_s, tune
 from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint
 from llm_datadist.transports.tcp_reading import ReadingConnection
 
 _ASK_AGAIN_S = 1.0  # the peer may have failed to dial; well above a round trip
 _LONGEST_WAIT_S = 3600.0
+_CLOSED = Fault(FaultKind.CANCELLED, "the link was closed")
 
 
-class Taker(Protocol):
-    """A read that needs a connection, and can be cancelled while it waits for one."""
+class Taker:
+    """A read that needs a connection, and can be cancelled while it waits for one or uses it.
 
-    def stopped(self) -> Fault | None:
-        """Why it must not go on."""
+    Attributes:
+        sock: What a cancel must shut down. Guarded by the lock of the pool.
+        cancelled: Why the read must not go on.
+    """
 
-    def hold(self, sock: socket.socket | None) -> bool:
-        """The socket that a cancel must shut down from now on. False: it is cancelled already."""
+    __slots__ = ("cancelled", "sock")
+
+    def __init__(self) -> None:
+        self.sock: socket.socket | None = None
+        self.cancelled: Fault | None = None
 
 
 class ConnectionPool:
-    """Connections to read from one peer."""
+    """Connections to read from one peer.
+
+    Attributes:
+        bytes_in: Bytes of streams read on them.
+        round_trip_s: To the peer and back, as it was when the latest connection came; 0.0 before the first.
+    """
 
     def __init__(
         self,
@@ -49,20 +61,27 @@ class ConnectionPool:
     ) -> None:
         self._peer = peer
         self.limit = limit
+        self.bytes_in = 0
+        self.round_trip_s = 0.0
         self._hello = hello
         self._clock = clock
-        self._cond = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._cond = threading.Condition(self._lock)
         self._idle: list[ReadingConnection] = []
         self._open: set[socket.socket] = set()
+        self._busy: set[Taker] = set()  # those with a socket, or about to have one
         self._dialling = 0
         self._waiting = 0  # takers in ``_find``
         self._asked: deque[float] = deque()  # when; as many as have not come in
         self._closed = False
 
     def take(self, taker: Taker, deadline: float) -> ReadingConnection | Fault:
-        """An idle connection or a new one, by the deadline."""
+        """An idle connection or a new one, by the deadline. Must be given back."""
+        with self._lock:
+            if self._idle and taker.cancelled is None:  # none is kept once it is closed
+                return self._lend(taker)
         while True:
-            with self._cond:
+            with self._lock:
                 self._waiting += 1
                 try:
                     found = self._find(taker, deadline)
@@ -74,47 +93,72 @@ class ConnectionPool:
                 return self._dial(taker, self._peer.address, deadline)
             self._peer.ask_for_connections(1)
 
-    def give_back(self, connection: ReadingConnection) -> None:
+    def give_back(self, taker: Taker, connection: ReadingConnection) -> None:
         """The read is over: the connection is kept if it is in step."""
-        with self._cond:
-            if connection.in_step and not self._closed:
+        with self._lock:
+            taker.sock = None
+            self._busy.discard(taker)
+            self.bytes_in += connection.moved
+            # One that was cancelled may have been shut down.
+            if connection.in_step and taker.cancelled is None and not self._closed:
                 connection.fresh = False
                 self._idle.append(connection)
             else:
                 self._open.discard(connection.sock)
                 connection.sock.close()
-            self._cond.notify()
+            if self._waiting:
+                self._cond.notify()
+
+    def cancel(self, taker: Taker, fault: Fault) -> None:
+        """Ends what a taker waits for. The first fault counts."""
+        with self._lock:
+            self._cancel(taker, fault)
+            self._cond.notify_all()
 
     def adopt(self, sock: socket.socket) -> None:
         """A connection that the peer dialled for us."""
-        with self._cond:
+        with self._lock:
             if self._asked:
                 self._asked.popleft()
             if self._closed or len(self._open) >= self.limit:
                 sock.close()
                 return
-            self._open.add(sock)
+            self._add(sock)
             self._idle.append(ReadingConnection(sock, self._clock))
             self._cond.notify()
 
-    def wake(self) -> None:
-        """Lets waiting takers look at ``stopped`` again."""
-        with self._cond:
-            self._cond.notify_all()
-
     def close(self) -> None:
-        """Closes what is idle; what is in use is closed when it is given back. Idempotent."""
-        with self._cond:
+        """Closes what is idle and cancels what is in use, which is closed when it is given back. Idempotent."""
+        with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
             for connection in idle:
                 self._open.discard(connection.sock)
                 connection.sock.close()
+            for taker in self._busy:
+                self._cancel(taker, _CLOSED)
             self._cond.notify_all()
 
     def sockets(self) -> list[socket.socket]:
         """All that is open, for a forked child; takes no lock."""
         return list(self._open)
+
+    def _add(self, sock: socket.socket) -> None:
+        self._open.add(sock)
+        self.round_trip_s = round_trip_s(sock)
+
+    def _lend(self, taker: Taker) -> ReadingConnection:
+        connection = self._idle.pop()
+        taker.sock = connection.sock
+        self._busy.add(taker)
+        return connection
+
+    def _cancel(self, taker: Taker, fault: Fault) -> None:
+        if taker.cancelled is None:
+            taker.cancelled = fault
+        if taker.sock is not None:
+            with contextlib.suppress(OSError):
+                taker.sock.shutdown(socket.SHUT_RDWR)
 
     # ---- getting one -----------------------------------------------------------------------------------
 
@@ -122,15 +166,12 @@ class ConnectionPool:
         """Waits for an idle connection. None: there may be one more, which the caller must get."""
         while True:
             now = self._clock()
-            if self._closed:
-                return Fault(FaultKind.CANCELLED, "the link was closed")
-            stopped = taker.stopped()
-            if stopped is not None:
-                return stopped
+            if taker.cancelled is not None or self._closed:
+                return taker.cancelled or _CLOSED
             if now >= deadline:
                 return Fault(FaultKind.TIMEOUT, "the time was over before a data connection was to be had")
             if self._idle:
-                return self._idle.pop()
+                return self._lend(taker)
             if self._may_grow(now):
                 return None
             self._cond.wait(min(deadline - now, _ASK_AGAIN_S if self._asked else _LONGEST_WAIT_S))
@@ -152,16 +193,27 @@ class ConnectionPool:
         hello = self._hello()
         sock: socket.socket | None = None
         try:
-            sock = dial(address, deadline, self._clock, taker.hold)
+            sock = dial(address, deadline, self._clock, lambda s: self._dials(taker, s))
             return ReadingConnection(sock, self._clock, hello)
         except OSError as exc:
-            return taker.stopped() or self._dial_fault(exc, address, deadline)
+            return taker.cancelled or self._dial_fault(exc, address, deadline)
         finally:
-            with self._cond:
+            with self._lock:
                 self._dialling -= 1
                 if sock is not None:
-                    self._open.add(sock)
+                    self._add(sock)
+                else:
+                    self._busy.discard(taker)
                 self._cond.notify()
+
+    def _dials(self, taker: Taker, sock: socket.socket | None) -> bool:
+        """What a cancel must shut down from now on. False: it is too late, do not go on."""
+        with self._lock:
+            taker.sock = sock
+            self._busy.add(taker)  # as long as it does not give a connection back, or fails to get one
+            if self._closed and taker.cancelled is None:
+                taker.cancelled = _CLOSED
+            return taker.cancelled is None
 
     def _dial_fault(self, exc: OSError, address: tuple[str, int], deadline: float) -> Fault:
         where = f"data connection to {address[0]} port {address[1]}"

@@ -1,7 +1,8 @@
 """One connection on which we read: a request goes out, the answer goes straight into the caller's memory.
 
 Strategy: the receive blocks in the kernel until the rest of a chunk and the header behind it are there
-(MSG_WAITALL, bounded by SO_RCVTIMEO): one wake-up per chunk, not per packet, on slow networks too.
+(MSG_WAITALL, bounded by SO_RCVTIMEO): one wake-up per chunk, not per packet, on slow networks too. All that
+can be made ready is made ready while the owner works.
 Invariants: a header is read before a byte may land in the caller's memory; a stream that was cut short is
 never used again (``in_step`` is False).
 Threads: one thread reads; another may end that by shutting the socket down.
@@ -15,14 +16,16 @@ import select
 import socket
 from collections.abc import Callable
 
-from llm_datadist._core.segments import U64, Extents
+from llm_datadist._core.segments import Extents
 from llm_datadist.transports._sockets import (
-    IOV_MAX,
+    NOW_NBYTES,
     SEND_NOW,
     WAIT_ALL,
     Buffer,
     Iovecs,
     is_gone,
+    receive_into,
+    send_now,
     set_receive_timeout,
 )
 from llm_datadist.transports.seam import Fault, FaultKind
@@ -60,7 +63,9 @@ class ReadingConnection:
 
     __slots__ = (
         "_clock",
+        "_fd",
         "_head",
+        "_header",
         "_iovecs",
         "_last_id",
         "_timeout",
@@ -74,6 +79,7 @@ class ReadingConnection:
 
     def __init__(self, sock: socket.socket, clock: Callable[[], float], hello: bytes = b"") -> None:
         self.sock = sock
+        self._fd = sock.fileno()
         self.hello = hello  # goes out with the first request
         self.fresh = bool(hello)  # dialled just now: if it is dead, the peer is
         self.in_step = True
@@ -83,6 +89,7 @@ class ReadingConnection:
         self._last_id = 0
         self._iovecs = Iovecs()
         self._head = Buffer(HEADER_NBYTES + TEXT_NBYTES)
+        self._header = self._head.view[:HEADER_NBYTES]
         self._timeout = 0.0  # of a receive, as the kernel knows it
         sock.setblocking(True)
 
@@ -115,11 +122,14 @@ class ReadingConnection:
         self._last_id = (self._last_id + 1) & 0xFFFFFFFF
         head = self.hello + encode_request(self._last_id, start, stop, selector)
         self.hello = b""
-        if len(selector) <= _INLINE_NBYTES:
-            self._send(head + selector, deadline)
-        else:
+        if len(selector) > _INLINE_NBYTES:
             self._send(head, deadline)
             self._send(selector, deadline)
+            return
+        data = head + selector
+        sent = send_now(self._fd, data)
+        if sent < len(data):
+            self._send(data[sent:], deadline)
 
     def _send(self, data: bytes, deadline: float) -> None:
         rest = memoryview(data)
@@ -128,51 +138,50 @@ class ReadingConnection:
                 rest = rest[self.sock.send(rest, SEND_NOW) :]
             except BlockingIOError:
                 poller = select.poll()
-                poller.register(self.sock, select.POLLOUT)
+                poller.register(self._fd, select.POLLOUT)
                 poller.poll(self._left(deadline) * 1000)
 
     # ---- answer --------------------------------------------------------------------------------------
 
     def _answer(self, destination: Extents, start: int, stop: int, deadline: float) -> Fault | None:
-        self._iovecs.clear()
-        self._iovecs.append(self._head.address, HEADER_NBYTES)
-        # While the owner works: the runs of the first chunk, which is a whole one unless the owner differs.
-        first = min(CHUNK_NBYTES, stop - start)
-        ahead: tuple[U64, int] | None = destination.take_pairs(start, first, IOV_MAX - 1)
-        self._receive(deadline)
         at = start
+        first = min(CHUNK_NBYTES, stop - at)  # unless the owner differs
+        self._iovecs.clear()
+        loaded = self._load(destination, at, first)
+        self._receive_header(deadline)
         while True:
-            header = decode_header(self._head.view[:HEADER_NBYTES], self._last_id, stop - at)
+            header = decode_header(self._header, self._last_id, stop - at)
             if isinstance(header, End):
                 return self._end(header, deadline)
-            if header.nbytes != first:
-                ahead = None
-            at = self._chunk(destination, at, header.nbytes, deadline, ahead)
-            ahead = None
+            if header != first:
+                self._iovecs.clear()
+                loaded = 0
+            at = self._chunk(destination, at, header, loaded, deadline)
+            loaded = first = 0
 
-    def _chunk(
-        self,
-        destination: Extents,
-        at: int,
-        left: int,
-        deadline: float,
-        ahead: tuple[U64, int] | None,
-    ) -> int:
-        """Receives ``left`` bytes of the stream and, behind them, the next header."""
-        iovecs = self._iovecs
+    def _load(self, destination: Extents, at: int, left: int) -> int:
+        """Makes the table ready for runs of a chunk, and behind the last one for the next header."""
+        nbytes = self._iovecs.load(destination, at, left, spare=1)
+        if nbytes == left:
+            self._iovecs.append(self._head.address, HEADER_NBYTES)
+        return nbytes
+
+    def _chunk(self, destination: Extents, at: int, left: int, loaded: int, deadline: float) -> int:
+        """Receives ``left`` bytes of the stream and the next header; returns where the stream is then.
+
+        ``loaded``: bytes of it that the table is ready for.
+        """
         while left:
-            pairs, nbytes = ahead if ahead is not None else destination.take_pairs(at, left, iovecs.room - 1)
-            ahead = None
-            iovecs.extend(pairs, nbytes)
+            nbytes = loaded or self._load(destination, at, left)
+            loaded = 0
             at += nbytes
             left -= nbytes
-            if not left:
-                iovecs.append(self._head.address, HEADER_NBYTES)
             self._receive(deadline, nbytes)
         return at
 
     def _end(self, end: End, deadline: float) -> Fault | None:
         if end.text_nbytes:
+            self._iovecs.clear()
             self._iovecs.append(self._head.address, end.text_nbytes)
             self._receive(deadline)
         self.in_step = True
@@ -181,28 +190,55 @@ class ReadingConnection:
         text = bytes(self._head.view[: end.text_nbytes]).decode("utf-8", "replace")
         return Fault(FaultKind.SOURCE if end.kind is EndKind.SOURCE else FaultKind.REFUSED, text, end.code)
 
-    def _receive(self, deadline: float, stream_nbytes: int = 0) -> None:
-        """Fills the table; its first ``stream_nbytes`` bytes are the caller's."""
-        iovecs = self._iovecs
-        fd = self.sock.fileno()
-        while iovecs.nbytes:
-            left = self._left(deadline)
-            if not left / 2 <= self._timeout <= left:
-                self._timeout = left * _TIMEOUT_SHARE
-                set_receive_timeout(self.sock, self._timeout)
+    def _receive_header(self, deadline: float) -> None:
+        """The first one of an answer, alone: nothing may land in the caller's memory before it has been read."""
+        address, missing = self._head.address, HEADER_NBYTES
+        while missing:
+            self._bound(deadline)
             try:
-                count = iovecs.receive(fd, WAIT_ALL)
+                count = receive_into(self._fd, address, missing)
             except (BlockingIOError, InterruptedError):
                 continue  # the kernel's time-out, or a signal whose handler has run: look at the clock
             if not count:
-                raise ConnectionResetError(errno.ECONNRESET, "closed by the peer")
+                raise _closed()
             self.answered = True
-            mine = min(count, stream_nbytes)
-            stream_nbytes -= mine
-            self.moved += mine
+            address += count
+            missing -= count
+
+    def _receive(self, deadline: float, stream_nbytes: int = 0) -> None:
+        """Fills the table; its first ``stream_nbytes`` bytes are the caller's."""
+        iovecs = self._iovecs
+        if iovecs.nbytes <= NOW_NBYTES + HEADER_NBYTES:  # mostly it came together with its header
+            stream_nbytes = self._count(iovecs.receive_now(self._fd), stream_nbytes)
+        while iovecs.nbytes:
+            self._bound(deadline)
+            try:
+                count = iovecs.receive(self._fd, WAIT_ALL)
+            except (BlockingIOError, InterruptedError):
+                continue  # as above
+            stream_nbytes = self._count(count, stream_nbytes)
+
+    def _count(self, count: int, stream_nbytes: int) -> int:
+        """Notes what a receive brought; returns how much of the stream is still to come."""
+        if not count:
+            raise _closed()
+        mine = min(max(0, count), stream_nbytes)
+        self.moved += mine
+        return stream_nbytes - mine
+
+    def _bound(self, deadline: float) -> None:
+        """Has the kernel end the next receive before the deadline."""
+        left = self._left(deadline)
+        if not left / 2 <= self._timeout <= left:
+            self._timeout = left * _TIMEOUT_SHARE
+            set_receive_timeout(self.sock, self._timeout)
 
     def _left(self, deadline: float) -> float:
         left = deadline - self._clock()
         if left <= 0:
             raise _Late
         return min(left, _LONGEST_WAIT_S)
+
+
+def _closed() -> OSError:
+    return ConnectionResetError(errno.ECONNRESET, "closed by the peer")

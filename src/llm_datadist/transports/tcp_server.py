@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from llm_datadist.transports._sockets import NO_WAIT
+from llm_datadist.transports._sockets import Buffer, receive_now
 from llm_datadist.transports.seam import ReadSource
 from llm_datadist.transports.tcp_frames import FrameError
 from llm_datadist.transports.tcp_serving import ServedConnection, ServedLink
@@ -36,7 +36,7 @@ class TcpServer:
         self._lock = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
         self._connections: dict[int, ServedConnection] = {}
-        self._scratch = bytearray(_RECEIVE_NBYTES)
+        self._scratch = Buffer(_RECEIVE_NBYTES)
         self._thread: threading.Thread | None = None
         self._epoll: select.epoll | None = None
         self._wake_fd = -1
@@ -105,12 +105,11 @@ class TcpServer:
     def _round(self, epoll: select.epoll, events: list[tuple[int, int]]) -> None:
         posted = False
         for fd, event in events:
-            if fd == self._wake_fd:
-                posted = True
-                continue
             connection = self._connections.get(fd)
             if connection is not None:
-                self._dispatch(epoll, connection, event)
+                self._step(epoll, connection, event)
+            elif fd == self._wake_fd:
+                posted = True
         if posted:  # last: a command may close a connection and add one with the same descriptor
             os.eventfd_read(self._wake_fd)
             self._run_commands()
@@ -139,7 +138,12 @@ class TcpServer:
         self._connections[connection.fd] = connection
         epoll.register(connection.fd, select.EPOLLIN | select.EPOLLRDHUP)
         if leftover:
-            self._guard(epoll, connection, lambda: self._feed(connection, leftover))
+            try:
+                connection.feed(memoryview(leftover))
+            except Exception as exc:
+                self._fail(connection, exc)
+                return
+            self._rearm(epoll, connection)
 
     def _drop(self, link: ServedLink) -> None:
         for connection in [c for c in self._connections.values() if c.link is link]:
@@ -149,47 +153,38 @@ class TcpServer:
         del self._connections[connection.fd]
         connection.close()  # closing takes it out of the epoll set
 
-    def _dispatch(self, epoll: select.epoll, connection: ServedConnection, events: int) -> None:
+    def _step(self, epoll: select.epoll, connection: ServedConnection, events: int) -> None:
+        """One turn of one connection; whatever it raises ends this connection and no other."""
         if events & _GONE:  # readers never half-close: nobody is left to answer
             self._close(connection)
-        elif connection.busy:
-            self._guard(epoll, connection, connection.turn)
-        else:
-            self._guard(epoll, connection, lambda: self._receive(connection))
-
-    def _receive(self, connection: ServedConnection) -> None:
+            return
         try:
-            count = connection.sock.recv_into(self._scratch, 0, NO_WAIT)
-        except BlockingIOError:
-            return
-        if not count:
-            raise ConnectionResetError("the reader closed the connection")
-        self._feed(connection, memoryview(self._scratch)[:count])
-
-    def _feed(self, connection: ServedConnection, data: bytes | memoryview) -> None:
-        connection.feed(data)
-        if connection.busy:
-            connection.turn()
-
-    def _guard(self, epoll: select.epoll, connection: ServedConnection, step: Callable[[], None]) -> None:
-        """Runs one step of one connection; whatever it raises ends this connection and no other."""
-        try:
-            step()
-        except FrameError as exc:
-            logger.warning("a data connection is closed: its peer sent %s", exc)
-            self._close(connection)
-            return
-        except OSError:  # the reader has gone, or has cut the answer short: nothing of ours is wrong
-            self._close(connection)
-            return
+            if connection.busy:
+                connection.turn()
+            else:
+                count = receive_now(connection.fd, self._scratch)
+                if count > 0:
+                    connection.feed(self._scratch.view[:count])
+                elif count == 0:
+                    self._close(connection)
+                    return
         except Exception as exc:
-            logger.error("serving a read failed: %r", exc, exc_info=logger.isEnabledFor(logging.DEBUG))
-            self._close(connection)
+            self._fail(connection, exc)
             return
         if connection.busy is not connection.wants_write:
-            connection.wants_write = connection.busy
-            interest = select.EPOLLOUT if connection.busy else select.EPOLLIN
-            epoll.modify(connection.fd, interest | select.EPOLLRDHUP)
+            self._rearm(epoll, connection)
+
+    def _rearm(self, epoll: select.epoll, connection: ServedConnection) -> None:
+        connection.wants_write = connection.busy
+        interest = select.EPOLLOUT if connection.busy else select.EPOLLIN
+        epoll.modify(connection.fd, interest | select.EPOLLRDHUP)
+
+    def _fail(self, connection: ServedConnection, exc: Exception) -> None:
+        if isinstance(exc, FrameError):
+            logger.warning("a data connection is closed: its peer sent %s", exc)
+        elif not isinstance(exc, OSError):  # that one: the reader has gone, or has cut the answer short
+            logger.error("serving a read failed: %r", exc, exc_info=logger.isEnabledFor(logging.DEBUG))
+        self._close(connection)
 
 
 def close_copy(sock: socket.socket) -> None:

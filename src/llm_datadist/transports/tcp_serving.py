@@ -1,20 +1,23 @@
 """One connection on which a peer reads: requests in, answers out, a turn at a time.
 
-Strategy: bytes go from the owner's memory into the socket with ``sendmsg``; the END is sent only after the
-source has been checked once more, so what a reader accepts was valid to the last byte. Memory that turns out
-unreadable in mid-chunk is answered with zeros and a fault, which keeps the connection in step.
+Strategy: bytes go from the owner's memory into the socket with ``sendmsg``. A small answer goes out whole, in
+one call within ``ReadSource.send_now``; of a large one the END is sent only after the source has been checked
+once more, so what a reader accepts was valid to the last byte. Memory that turns out unreadable in mid-chunk
+is answered with zeros and a fault, which keeps the connection in step.
 Threads: everything here runs on the serving thread. Nothing blocks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import socket
 from typing import Protocol
 
+from llm_datadist._core.segments import Extents
 from llm_datadist.status import LLMStatusCode
-from llm_datadist.transports._sockets import MORE, NO_WAIT, Buffer, Iovecs
+from llm_datadist.transports._sockets import MORE, NO_WAIT, NOW_NBYTES, Buffer, Iovecs
 from llm_datadist.transports.seam import Fault, FaultKind, ReadSource, Serving
 from llm_datadist.transports.tcp_frames import (
     CHUNK_NBYTES,
@@ -25,11 +28,14 @@ from llm_datadist.transports.tcp_frames import (
     RequestParser,
     encode_data,
     encode_end,
+    put_whole,
 )
 
 logger = logging.getLogger("llm_datadist.tcp")
 
+TURN_NBYTES = 1 << 20  # bounds how long one reader holds up the others
 _ZEROS = Buffer(64 << 10)
+_NOW_SELECTOR_NBYTES = 4 << 10  # a longer one takes its time to be read; nobody is kept waiting for that
 
 
 class ServedLink(Protocol):
@@ -46,29 +52,34 @@ class ServedConnection:
         self.sock = sock
         self.fd = sock.fileno()
         self.link = link
+        self.busy = False  # an answer is under way or due: the connection waits to be written, not read
         self.wants_write = False  # what the serving thread has registered
         self._source = source
         self._parser = RequestParser()
+        self._request: Request | None = None  # come in, not begun
         self._iovecs = Iovecs()
         self._head = Buffer(HEADER_NBYTES + TEXT_NBYTES)
+        self._end = Buffer(HEADER_NBYTES)  # of an answer sent at once
+        self._sent = 0  # of an answer sent at once
         self._serving: Serving | None = None
-        self._busy = False
         self._request_id = 0
         self._at = self._stop = 0  # stream positions: the next byte to load, the end
         self._chunk_left = 0  # bytes of the current chunk that are not loaded yet
+        self._turn_left = 0  # and how many of them may be loaded before others have their turn
         self._head_left = 0  # bytes of the current chunk's header that are not sent yet
         self._fault: Fault | None = None
         self._ending = False
 
-    @property
-    def busy(self) -> bool:
-        """Whether an answer is under way: the connection waits to be written, not read."""
-        return self._busy
+    def feed(self, data: memoryview) -> None:
+        """Takes bytes from the peer, while not busy; what they complete is answered as far as the socket takes it.
 
-    def feed(self, data: bytes | memoryview) -> None:
-        """Takes bytes from the peer. Raises FrameError."""
-        self._parser.feed(data)
-        self._next_request()
+        Raises:
+            OSError: The connection is broken.
+            FrameError: What came is no request.
+        """
+        request = self._parser.take(data)
+        if request is not None and not self._begin(request):
+            self.turn()
 
     def close(self) -> None:
         """Gives back the source's memory and closes the socket. Idempotent."""
@@ -76,67 +87,136 @@ class ServedConnection:
         self.sock.close()
 
     def turn(self) -> None:
-        """Sends up to one chunk, and the END if that was the last one.
+        """Sends up to ``TURN_NBYTES``, and the END if those were the last ones.
 
         Raises:
             OSError: The connection is broken.
             FrameError: The next request, come in meanwhile, is none.
         """
+        request, self._request = self._request, None
+        if request is not None and self._begin(request):
+            return
         try:
             self._turn()
         except BlockingIOError:
             return
 
     def _turn(self) -> None:
-        if not self._iovecs.nbytes and not self._ending:
-            self._begin_chunk()
+        self._turn_left = TURN_NBYTES
+        if self._chunk_left and self._serving is not None:  # else a header is due, or the END, with a check
+            fault = self._serving.check()
+            if fault is not None:
+                self._blank(fault)
         while not self._ending:
-            self._send_chunk()
-            if self._fault is None and self._at < self._stop:
-                return
+            if self._iovecs.nbytes or self._chunk_left:
+                self._send_chunk()
+                if self._chunk_left or (self._fault is None and self._at < self._stop):
+                    return
             self._begin_chunk()
         self._iovecs.send(self.fd, NO_WAIT)
         if not self._iovecs.nbytes:
-            self._busy = False
-            self._next_request()
+            self._done()
+
+    def _done(self) -> None:
+        """A request that has come in already has to wait for its turn, like everybody."""
+        self._request = self._parser.next()
+        self.busy = self._request is not None
 
     # ---- requests ----------------------------------------------------------------------------------
 
-    def _next_request(self) -> None:
-        if self._busy:
-            return
-        request = self._parser.next()
-        if request is not None:
-            self._busy = True
-            self._begin(request)
-
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: Request) -> bool:
+        """True: the whole answer is out."""
         self._request_id, self._at, self._stop = request.id, request.start, request.stop
         self._chunk_left = self._head_left = 0
+        self._turn_left = TURN_NBYTES
         self._fault, self._ending = None, False
         self._iovecs.clear()
+        self.busy = True
+        small = 0 < request.stop - request.start <= NOW_NBYTES
+        if small and len(request.selector) <= _NOW_SELECTOR_NBYTES:
+            return self._answer_now(request.selector)
+        self._open(request.selector)
+        return False
+
+    def _open(self, selector: bytes) -> None:
+        """For an answer in turns."""
         try:
-            opened = self._source.open(self.link.token, request.selector)
-        except Exception as exc:  # a bug of ours: the reader gets an answer, the other peers go on
-            logger.error("serving a read failed: %r", exc, exc_info=logger.isEnabledFor(logging.DEBUG))
-            opened = Fault(
-                FaultKind.REFUSED, f"the owner failed: {type(exc).__name__}", LLMStatusCode.LLM_FAILED
-            )
+            opened = self._source.open(self.link.token, selector)
+        except Exception as exc:
+            opened = _bug(exc)
         if isinstance(opened, Fault):
             self._fault = opened
             return
         self._serving = opened
-        if request.stop > opened.extents.nbytes:
-            owned = opened.extents.nbytes
-            text = f"bytes [{request.start}, {request.stop}) were asked for; the owner has {owned}"
-            self._fault = Fault(FaultKind.REFUSED, text, LLMStatusCode.LLM_PARAM_INVALID)
+        self._fault = self._beyond(opened.extents)
+
+    def _beyond(self, extents: Extents) -> Fault | None:
+        if self._stop <= extents.nbytes:
+            return None
+        text = f"bytes [{self._at}, {self._stop}) were asked for; the owner has {extents.nbytes}"
+        return Fault(FaultKind.REFUSED, text, LLMStatusCode.LLM_PARAM_INVALID)
 
     def _release(self) -> None:
         serving, self._serving = self._serving, None
         if serving is not None:
             serving.close()
 
-    # ---- answers -----------------------------------------------------------------------------------
+    # ---- answers at once -----------------------------------------------------------------------------
+
+    def _answer_now(self, selector: bytes) -> bool:
+        """Sends the whole answer with one call, if the socket takes it. True: it did."""
+        self._sent = 0
+        try:
+            refused = self._source.send_now(self.link.token, selector, self._send_whole)
+        except Exception as exc:
+            refused = _bug(exc)
+        if refused is not None:
+            self._fault = refused
+            return False
+        if self._sent and not self._iovecs.nbytes:
+            self.link.bytes_out += self._stop - self._at
+            self._done()
+            return True
+        if self._fault is None:
+            self._go_on(selector)
+        return False
+
+    def _send_whole(self, extents: Extents) -> None:
+        """Under the source's lock: what is sent here was valid when it was sent."""
+        self._fault = self._beyond(extents)
+        if self._fault is not None:
+            return
+        iovecs, nbytes = self._iovecs, self._stop - self._at
+        put_whole(self._head.view, self._end.view, self._request_id, nbytes)
+        iovecs.append(self._head.address, HEADER_NBYTES)
+        if iovecs.load(extents, self._at, nbytes, spare=1) < nbytes:  # too many runs for one call
+            return
+        iovecs.append(self._end.address, HEADER_NBYTES)
+        with contextlib.suppress(OSError):  # it comes again in the first turn
+            self._sent = iovecs.send_now(self.fd)
+
+    def _go_on(self, selector: bytes) -> None:
+        """The socket was full in the middle of an answer sent at once: the rest goes out in turns."""
+        nbytes = self._stop - self._at
+        moved = min(max(0, self._sent - HEADER_NBYTES), nbytes)
+        self.link.bytes_out += moved
+        if self._sent >= HEADER_NBYTES + nbytes:  # the table holds the rest of the END
+            self._ending = True
+            return
+        self._iovecs.clear()
+        self._open(selector)
+        if not self._sent:
+            return
+        self._at += moved
+        self._chunk_left = nbytes - moved
+        self._head_left = max(0, HEADER_NBYTES - self._sent)
+        if self._head_left:
+            self._iovecs.append(self._head.address + HEADER_NBYTES - self._head_left, self._head_left)
+        if self._fault is not None:
+            self._blank(self._fault)
+        self._load()
+
+    # ---- answers in turns ----------------------------------------------------------------------------
 
     def _begin_chunk(self) -> None:
         """Loads the header of the next chunk, or the END. Checks the source before either."""
@@ -163,8 +243,8 @@ class ServedConnection:
         self._ending = True
 
     def _send_chunk(self) -> None:
-        """Sends the rest of the chunk. BlockingIOError: the socket takes no more for now."""
-        while self._iovecs.nbytes or self._chunk_left:
+        """Sends what this turn may of the chunk. BlockingIOError: the socket takes no more for now."""
+        while self._iovecs.nbytes or (self._chunk_left and self._turn_left):
             self._load()
             # The last bytes wait in the kernel for the END, so that a small answer is one packet.
             ends = not self._chunk_left and self._at >= self._stop
@@ -173,7 +253,8 @@ class ServedConnection:
             except OSError as exc:
                 if exc.errno != errno.EFAULT:
                     raise
-                self._blank(exc)
+                text = "the owner's memory is not readable (not mapped any more)"
+                self._blank(Fault(FaultKind.SOURCE, text, LLMStatusCode.LLM_FAILED, exc))
                 continue
             self.link.bytes_out += max(0, sent - self._head_left)
             self._head_left = max(0, self._head_left - sent)
@@ -181,17 +262,20 @@ class ServedConnection:
     def _load(self) -> None:
         """Fills the table with runs of the chunk, once it has only the header, or nothing."""
         serving = self._serving
-        if serving is None or not self._chunk_left or self._iovecs.nbytes > self._head_left:
+        if (
+            serving is None
+            or not min(self._chunk_left, self._turn_left)
+            or self._iovecs.nbytes > self._head_left
+        ):
             return
-        pairs, nbytes = serving.extents.take_pairs(self._at, self._chunk_left, self._iovecs.room)
-        self._iovecs.extend(pairs, nbytes)
+        nbytes = self._iovecs.load(serving.extents, self._at, min(self._chunk_left, self._turn_left))
         self._at += nbytes
         self._chunk_left -= nbytes
+        self._turn_left -= nbytes
 
-    def _blank(self, cause: OSError) -> None:
-        """The memory cannot be read: zeros for the rest of the chunk, if its header is on the way."""
-        text = "the owner's memory is not readable (not mapped any more)"
-        self._fault = Fault(FaultKind.SOURCE, text, LLMStatusCode.LLM_FAILED, cause)
+    def _blank(self, fault: Fault) -> None:
+        """No more bytes to send: zeros for the rest of the chunk, if its header is on the way."""
+        self._fault = fault
         blank = self._iovecs.nbytes - self._head_left + self._chunk_left
         self._iovecs.clear()
         self._chunk_left = 0
@@ -204,3 +288,10 @@ class ServedConnection:
             piece = min(blank, len(_ZEROS.view))
             self._iovecs.append(_ZEROS.address, piece)
             blank -= piece
+
+
+def _bug(exc: Exception) -> Fault:
+    """A bug of ours in the source is an answer for the reader; the other peers go on."""
+    logger.error("serving a read failed: %r", exc, exc_info=logger.isEnabledFor(logging.DEBUG))
+    text = f"the owner failed: {type(exc).__name__}"
+    return Fault(FaultKind.REFUSED, text, LLMStatusCode.LLM_FAILED)

@@ -210,12 +210,11 @@ LATER = {
     "llm.VerifyTransfers": "xxh3",
     "llm.RetryPolicy": "retries=3,backoff_ms=10",
     "llm.MetricsPort": "0",
-    "llm.TransferBackend": "nixl",
 }
 
 
-@pytest.mark.rule("3.42", "3.43", "3.63", "3.64", "3.68", "3.69", "3.70")
-@pytest.mark.parametrize(("key", "text"), [*LATER.items(), ("llm.TransferBackend", "shm")])
+@pytest.mark.rule("3.63", "3.64", "3.68", "3.69", "3.70")
+@pytest.mark.parametrize(("key", "text"), LATER.items())
 def test_an_option_of_a_later_version_is_not_silently_ignored(key: str, text: str) -> None:
     with pytest.raises(FeatureNotEnabledError, match="not in this version") as caught:
         parse_options({**ON, key: text})
@@ -339,7 +338,7 @@ def test_what_nothing_here_reads_changes_nothing(key: str) -> None:
     assert parse_options({**ON, key: NO_EFFECT[key]}) == parsed()
 
 
-@pytest.mark.rule("3.41")
-@pytest.mark.parametrize("text", ["auto", "local", "tcp"])
+@pytest.mark.rule("3.41", "3.42", "3.43")
+@pytest.mark.parametrize("text", ["auto", "local", "shm", "tcp", "nixl"])
 def test_the_transports_that_can_be_named(text: str) -> None:
     assert parsed(TransferBackend=text) == Options(backend=text)

@@ -92,7 +92,7 @@ class Rig:
         self.word = GenerationWord(self.slab.ctypes.data, 11)
         self.channel = Channel(*steps)
         caps = TransportCaps(one_sided=one_sided, same_host_only=True)
-        self.peer = Peer((Way("fake", caps, self.channel),), ())
+        self.peer = Peer((Way("fake", caps, self.channel, self.channel if one_sided else None),), ())
         self.flight = Flight(LINK, ())
 
     def move(self, nbytes: int = 16) -> None:

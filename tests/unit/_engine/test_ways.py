@@ -28,7 +28,7 @@ class Channel:
 
 def way(name: str, channel: Any = None, **caps: Any) -> Way:
     caps = {"one_sided": True, "same_host_only": True, **caps}
-    return Way(name, TransportCaps(**caps), channel)
+    return Way(name, TransportCaps(**caps), channel, channel if caps["one_sided"] else None)
 
 
 def source(base: int, *lengths: int) -> Extents:

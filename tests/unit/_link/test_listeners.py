@@ -47,6 +47,7 @@ def test_two_that_want_one_address_share_it_and_the_last_closes_it(listeners: Li
     assert listeners.first is None
 
 
+@pytest.mark.rule("4.63")
 def test_only_local_addresses_are_held(listeners: Listeners) -> None:
     (port,) = free_ports(1)
     wanted = [Address(h, port) for h in ("192.0.2.1", HOST, "2001:db8::1", "fe80::1%nowhere")]
@@ -66,6 +67,7 @@ def test_an_address_in_use_by_another_matters_only_if_it_is_the_last(listeners: 
     assert caught.value.status_code == LLMStatusCode.LLM_FAILED
 
 
+@pytest.mark.rule("4.110")
 @pytest.mark.parametrize(
     ("bound", "wanted", "shared"),
     [("0.0.0.0", HOST, True), ("::", HOST, True), ("::", "::1", True), (HOST, "127.0.0.2", False)],

@@ -116,6 +116,7 @@ def test_a_dial_that_runs_out_of_time_leaves_nothing() -> None:
     assert tab.connect_failed(1, "x") == tab.retry_due(1) == tab.refused(1, FAILED, "", "") == []
 
 
+@pytest.mark.rule("4.28")
 @pytest.mark.parametrize(
     ("peer", "target_id", "version", "code", "words"),
     [

@@ -50,6 +50,7 @@ def base(memory: Memory) -> int:
         (6 * PAGE, 0, True, True),
     ],
 )
+@pytest.mark.rule("6.5", "6.6")
 def test_rights_of_a_range(base: int, offset: int, nbytes: int, readable: bool, writable: bool) -> None:
     assert (cpu.first_unmapped([base + offset], nbytes) is None) == readable
     assert cpu.is_writable(base + offset, nbytes) == writable
@@ -72,6 +73,7 @@ def test_m1_addresses_that_nobody_has(address: int, nbytes: int) -> None:
     assert not cpu.is_writable(address, nbytes)
 
 
+@pytest.mark.rule("6.7")
 def test_no_page_is_touched(memory: Memory) -> None:
     start = memory.map_sparse(64 * PAGE)
     assert cpu.first_unmapped([start], 64 * PAGE) is None

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import mmap
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +17,7 @@ from numpy.typing import NDArray
 
 from llm_datadist.devices import pool_memory
 from llm_datadist.devices.pool_memory import PoolMemory, available_nbytes
+from llm_datadist.devices.shared_memory import NotSharable
 from llm_datadist.transports import _libc
 
 MIB = 1 << 20
@@ -29,6 +34,7 @@ def mappings() -> list[str]:
 @pytest.mark.parametrize(
     ("nbytes", "alignment"), [(1024, 1024), (3 * MIB, 1 << 16), (5 * 1024, 1024), (64 * MIB, 1 << 25)]
 )
+@pytest.mark.rule("6.71", "6.72")
 def test_it_is_aligned_zero_readable_from_outside_and_leaves_nothing(nbytes: int, alignment: int) -> None:
     address_space = _virtual_nbytes()
     memory = PoolMemory(nbytes, alignment)
@@ -48,6 +54,73 @@ def test_it_is_aligned_zero_readable_from_outside_and_leaves_nothing(nbytes: int
     memory.close()
     assert not mappings()
     assert not any("llm-datadist-pool" in _link(fd) for fd in os.listdir("/proc/self/fd"))
+
+
+READER = """
+import mmap, os, sys
+fd = int(sys.argv[1])
+with mmap.mmap(fd, 1 << 20, prot=mmap.PROT_READ) as memory:
+    assert memory[5] == 7
+for harm in (
+    lambda: mmap.mmap(fd, 1 << 20),
+    lambda: os.pwrite(fd, b"x", 0),
+    lambda: os.ftruncate(fd, 0),
+    lambda: os.ftruncate(fd, 2 << 20),
+    lambda: os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_TRUNC),
+):
+    try:
+        harm()
+    except PermissionError:
+        continue
+    sys.exit("a reader can harm it")
+"""
+
+
+@pytest.mark.rule("6.73")
+def test_another_process_that_is_given_it_maps_it_and_can_only_read() -> None:
+    memory = PoolMemory(MIB, 1 << 16)
+    try:
+        whole = bytes_at(memory.address, MIB)
+        whole[5] = 7
+        area = memory.area
+        assert (area.address, area.nbytes) == (memory.address, MIB)
+        command = [sys.executable, "-c", READER, str(area.fd)]
+        subprocess.run(command, pass_fds=[area.fd], check=True, timeout=20)
+        whole[6] = 8  # its owner goes on writing
+        assert whole[5] == 7 and os.pread(area.fd, 2, 5) == b"\7\10"
+        del whole
+    finally:
+        memory.close()
+
+
+def test_without_seals_it_works_and_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel before 5.1 refuses FUTURE_WRITE with EINVAL."""
+
+    def refuse(*arguments: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    memory = PoolMemory(MIB, 1 << 16)
+    try:
+        bytes_at(memory.address, MIB)[5] = 7
+        with pytest.raises(NotSharable, match=r"cannot seal memory for readers \(.*Invalid.*Linux 5\.1"):
+            _ = memory.area
+    finally:
+        memory.close()
+
+
+def test_a_memfd_on_a_kernel_that_does_not_know_the_newest_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = os.memfd_create, []
+
+    def older(name: str, flags: int) -> int:
+        asked.append(flags)
+        if flags & ~3:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", older)
+    PoolMemory(MIB, 1 << 16).close()
+    assert len(asked) == 2 and asked[1] == os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -78,7 +151,7 @@ def test_what_the_system_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
         raise OSError(12, "Cannot allocate memory")
 
     before = set(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(pool_memory, "_map", refuse)
+    monkeypatch.setattr(pool_memory, "map_memory", refuse)
     with pytest.raises(OSError, match="Cannot allocate"):
         PoolMemory(MIB, 1 << 16)
     assert set(os.listdir("/proc/self/fd")) == before

@@ -1,14 +1,20 @@
-"""The word slab: values, reuse, threads and forks."""
+"""The word slab: values, reuse, threads, forks, and its memory as peers map it."""
 
 from __future__ import annotations
 
+import errno
+import gc
+import mmap
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from llm_datadist.devices import slab as slab_module
+from llm_datadist.devices.shared_memory import NotSharable
 from llm_datadist.devices.slab import Slab
 from llm_datadist.transports import _libc
 
@@ -19,6 +25,13 @@ def peek(pid: int, address: int) -> int:
     """What a reader in another process sees."""
     seen = np.zeros(1, dtype=np.uint64)
     assert _libc.read_one(pid, int(seen.ctypes.data), address, 8) == 8
+    return int(seen[0])
+
+
+def seen_by_others(address: int) -> int:
+    """The same; 0 where there is nothing."""
+    seen = np.zeros(1, dtype=np.uint64)
+    assert _libc.read_one(os.getpid(), int(seen.ctypes.data), address, 8) in (8, -errno.EFAULT)
     return int(seen[0])
 
 
@@ -110,8 +123,21 @@ def test_threads_never_share_a_slot() -> None:
     assert not failures
 
 
-def test_f1_forked_child_sees_zeros_and_changes_nothing() -> None:
+@pytest.fixture(params=["shared", "private"])
+def slab(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slab]:
+    """Its memory with and without a memfd."""
+    if request.param == "private":
+        monkeypatch.setattr(os, "memfd_create", refuse)
     slab = Slab()
+    yield slab
+    slab.close_descriptor()
+
+
+def refuse(*arguments: object) -> int:
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+def test_f1_forked_child_sees_no_word_and_changes_nothing(slab: Slab) -> None:
     address = slab.allocate(5)
     report, result = os.pipe()
     pid = os.fork()
@@ -126,7 +152,7 @@ def test_f1_forked_child_sees_zeros_and_changes_nothing() -> None:
                     call()
                 except RuntimeError as exc:
                     refused += "fork" in str(exc)
-            if refused == 2 and slab.load(address) == 0 and peek(os.getpid(), address) == 0:
+            if refused == 2 and slab.load(address) == 0 and not seen_by_others(address):
                 verdict = b"good"
         finally:
             os.write(result, verdict)
@@ -151,3 +177,60 @@ def test_f1_fork_while_another_thread_holds_the_lock() -> None:
         os._exit(slab.load(address))
     slab._lock.release()
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_reader_that_maps_it_sees_every_store_and_no_more() -> None:
+    slab = Slab()
+    address, area = slab.allocate(5), slab.area
+    with mmap.mmap(area.fd, area.nbytes, prot=mmap.PROT_READ) as reader:
+        words = np.frombuffer(reader, dtype=np.uint64)
+        at = (address - area.address) // 8
+        assert words[at] == 5
+        slab.store(address, BIG)
+        assert words[at] == BIG
+        slab.clear()
+        assert words[at] == 0
+        del words
+    with pytest.raises(PermissionError):
+        mmap.mmap(area.fd, area.nbytes)
+
+
+def test_its_descriptor_goes_with_it_or_before_and_the_words_stay() -> None:
+    slab = Slab()
+    address, fd = slab.allocate(5), slab.area.fd
+    slab.close_descriptor()
+    slab.close_descriptor()
+    assert not open_here(fd) and slab.load(address) == peek(os.getpid(), address) == 5
+    slab = Slab()
+    address, fd = slab.allocate(6), slab.area.fd
+    assert open_here(fd)
+    del slab
+    gc.collect()
+    assert not open_here(fd) and peek(os.getpid(), address) == 6
+
+
+def open_here(fd: int) -> bool:
+    try:
+        return "llm-datadist-words" in os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return False
+
+
+def test_without_memfd_it_works_and_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    slab = Slab()
+    address = slab.allocate(5)
+    assert slab.load(address) == peek(os.getpid(), address) == 5
+    with pytest.raises(NotSharable, match=os.strerror(errno.ENOSYS)):
+        _ = slab.area
+    slab.close_descriptor()
+
+
+def test_more_words_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab_module, "_AREA_NBYTES", 4096)
+    slab = Slab()
+    words = [slab.allocate(1) for _ in range(512)]
+    with pytest.raises(MemoryError, match="all 512 words are in use"):
+        slab.allocate(1)
+    slab.release(words[7])
+    assert slab.allocate(2) == words[7]

@@ -257,6 +257,7 @@ def test_listener_that_cannot_be_adopted_leaves_nothing() -> None:
         LocalTransport(Movers(0), refuse, nothing, False, secrets.token_bytes)
 
 
+@pytest.mark.rule("3.65")
 @pytest.mark.parametrize("allowed", [False, True])
 def test_tracers_are_allowed_only_when_asked(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
     calls: list[str] = []

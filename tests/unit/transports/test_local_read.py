@@ -15,7 +15,8 @@ import pytest
 
 from llm_datadist._core.segments import U64, Segments
 from llm_datadist.testing.board import Board, SparseBoard, extents, soon
-from llm_datadist.transports import _libc, local_read
+from llm_datadist.transports import _libc, _one_sided, local_read
+from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import FaultKind
 from tests.support.local_pair import LocalPair
 from tests.support.world import wait_until
@@ -88,6 +89,33 @@ def test_one_call_stays_within_its_limits(pair: LocalPair, monkeypatch: pytest.M
         board.check_read([(i * 200, 100) for i in range(5000)], [(0, 500_000)])
     assert all(d <= 1024 and s <= 1024 and n <= 16 * MIB for d, s, n in calls)
     assert max(s for _, s, _ in calls) == 1024
+
+
+@pytest.mark.rule("5.135")
+def test_another_thread_goes_on_while_bytes_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call that takes as long as many turns of the interpreter."""
+    nbytes = 512 * MIB
+    monkeypatch.setattr(_one_sided, "CALL_NBYTES", nbytes)
+    source, destination = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    plan = Segments(*(extents([a.ctypes.data], [(0, nbytes)]) for a in (source, destination)))
+    ticks: list[float] = []
+    over = threading.Event()
+
+    def tick() -> None:
+        while not over.wait(0.001):
+            ticks.append(time.monotonic())
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    began = time.monotonic()
+    with closing(Movers(0)) as movers:
+        progress = local_read.LocalRead(local_read.OwnProcess(), movers, plan).wait(deadline=soon())
+    took = time.monotonic() - began
+    over.set()
+    ticker.join()
+    assert progress.fault is None and destination[-1] == 1
+    gaps = np.diff([began, *(t for t in ticks if t > began), began + took])
+    assert gaps.max() < took / 2, (gaps.max(), took)
 
 
 def test_small_plans_take_one_call_and_no_thread(two: LocalPair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +299,7 @@ def test_ctrl_c_stops_and_joins_the_movers_before_it_propagates(pair: LocalPair)
 
 
 def test_a_second_ctrl_c_does_not_cut_the_join_short() -> None:
-    crew, left = local_read._Crew(), threading.Event()
+    crew, left = _one_sided.Crew(), threading.Event()
     inside = threading.Event()
 
     def mover() -> None:

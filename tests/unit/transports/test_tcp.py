@@ -14,6 +14,7 @@ from llm_datadist._core.segments import Extents, Segments
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.testing.owner import Memory
 from llm_datadist.transports import tcp_channel
+from llm_datadist.transports._sockets import NOW_NBYTES
 from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint
 from llm_datadist.transports.tcp import TcpTransport
 from llm_datadist.transports.tcp_frames import CHUNK_NBYTES, encode_data
@@ -120,20 +121,24 @@ def test_a_refusal_comes_before_any_byte_and_the_connection_stays(rig: Rig) -> N
     assert rig.channel.pool.sockets() == [kept]
 
 
-def test_the_source_is_checked_before_the_first_and_after_the_last_byte(rig: Rig) -> None:
-    source, destination = memory_of(1, 5000, 1), memory_of(1, 5000, None)
+@pytest.mark.parametrize("size, checks", [(NOW_NBYTES, 1), (NOW_NBYTES + 1, 2)], ids=["at once", "in turns"])
+def test_the_source_is_checked_before_the_first_byte_and_after_the_last_one_of_what_takes_turns(
+    rig: Rig, size: int, checks: int
+) -> None:
+    source, destination = memory_of(1, size, 1), memory_of(1, size, None)
     assert rig.read(extents_of(source), extents_of(destination)).fault is None
-    assert rig.source.checks == 2
+    assert rig.source.checks == checks
     stale = Fault(FaultKind.REFUSED, "stale", LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
     rig.source.refusal_after_opening = stale
-    fresh = memory_of(1, 5000, None)
+    fresh = memory_of(1, size, None)
     progress = rig.read(extents_of(source), extents_of(fresh))
     assert progress.fault == stale
     assert (fresh == 0xA5).all()
 
 
 def test_memory_withdrawn_during_the_answer_is_noticed_at_its_end(rig: Rig) -> None:
-    source, destination = memory_of(1, 5000, 1), memory_of(1, 5000, None)
+    size = NOW_NBYTES + 1
+    source, destination = memory_of(1, size, 1), memory_of(1, size, None)
     stale = Fault(FaultKind.REFUSED, "stale", LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
     real = rig.source.open
 
@@ -145,7 +150,7 @@ def test_memory_withdrawn_during_the_answer_is_noticed_at_its_end(rig: Rig) -> N
 
     rig.source.open = open_once  # type: ignore[method-assign,assignment]
     progress = rig.read(extents_of(source), extents_of(destination))
-    assert (progress.nbytes, progress.fault) == (5000, stale)
+    assert (progress.nbytes, progress.fault) == (size, stale)
     assert rig.source.open_count == 0
 
 

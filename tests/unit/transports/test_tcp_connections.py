@@ -13,7 +13,7 @@ import pytest
 
 from llm_datadist._core.segments import Segments
 from llm_datadist.testing.stream_owner import ExtentsSource, Port, encode_extents, first_frame
-from llm_datadist.transports.seam import FaultKind, PeerEndpoint, TransportUnavailable
+from llm_datadist.transports.seam import FaultKind, PeerEndpoint, Progress, TransportUnavailable
 from llm_datadist.transports.tcp import TcpTransport
 from llm_datadist.transports.tcp_frames import encode_request
 from tests.support.tcp_rig import (
@@ -143,6 +143,42 @@ def test_both_ends_of_a_link_in_one_transport() -> None:
         assert np.array_equal(memory, destination)
     transport.close()
     port.close()
+
+
+def test_both_sides_read_at_the_same_time() -> None:
+    """As a pull and a push do on one link: neither waits for the other to end."""
+    token, transports = b"s" * 16, [TcpTransport(ExtentsSource(), first_frame) for _ in range(2)]
+    port = Port(transports[1])
+    dialled = transports[0].open(PeerEndpoint(1, b"", token, port.address, lambda n: None), deadline=0)
+    accepted = transports[1].open(PeerEndpoint(0, b"", token, None, dialled.dial_for_peer), deadline=0)
+    size = 64 << 20
+    sources = [memory_of(1, size, seed) for seed in (1, 2)]
+    targets = [memory_of(1, size, None) for _ in range(2)]
+    both = threading.Barrier(2)
+
+    def read(at: int) -> Progress:
+        channel = (dialled, accepted)[at]
+        plan = Segments(encode_extents(extents_of(sources[at])), extents_of(targets[at]))
+        both.wait(CALL_S)
+        progress = channel.read(plan).wait(deadline=time.monotonic() + 3 * CALL_S)
+        both.wait(3 * CALL_S)
+        return progress
+
+    results = [in_thread(lambda: read(0)), in_thread(lambda: read(1))]
+    assert [result().fault for result in results] == [None, None]
+    assert all(map(np.array_equal, sources, targets))
+    assert dialled.bytes_out == accepted.bytes_in == size
+    for transport in transports:
+        transport.close()
+    port.close()
+
+
+def test_nothing_is_kept_of_a_read_that_is_over(rig: Rig) -> None:
+    source = memory_of(1, 64 << 20, 1)
+    for timeout_s in (CALL_S, 0.004):
+        rig.read(extents_of(source), extents_of(memory_of(1, 64 << 20, None)), timeout_s=timeout_s)
+        assert not rig.channel.pool._busy
+        assert rig.channel.pool._open == {connection.sock for connection in rig.channel.pool._idle}
 
 
 def test_no_thread_before_the_first_connection_and_none_after_close(make_rig: MakeRig) -> None:

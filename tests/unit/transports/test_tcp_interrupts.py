@@ -70,7 +70,10 @@ def test_cancel_ends_a_read_at_once(reader: TcpTransport) -> None:
     owner.close()
 
 
-def test_cancel_before_wait(rig: Rig) -> None:
+@pytest.mark.parametrize("kept", [False, True], ids=["no connection yet", "one kept"])
+def test_cancel_before_wait(rig: Rig, kept: bool) -> None:
+    if kept:
+        assert rig.read(extents_of(memory_of(1, 8, 2)), extents_of(memory_of(1, 8, None))).fault is None
     destination = memory_of(1, 8, None)
     read = rig.channel.read(Segments(encode_extents(extents_of(memory_of(1, 8, 1))), extents_of(destination)))
     read.cancel()
@@ -114,11 +117,11 @@ def test_close_ends_reads_and_later_ones(reader: TcpTransport) -> None:
     owner, read, destination = silent(reader, b"x")
     result = in_thread(lambda: read.wait(deadline=math.inf))
     assert wait_until(lambda: destination[0, 0] == ord("x"), CALL_S)
-    read._channel.close()
-    read._channel.close()
+    owner.channel.close()
+    owner.channel.close()
     for progress in (
         result(),
-        read._channel.read(Segments(b"x", extents_of(destination))).wait(deadline=math.inf),
+        owner.channel.read(Segments(b"x", extents_of(destination))).wait(deadline=math.inf),
     ):
         assert progress.fault is not None and progress.fault.kind is FaultKind.CANCELLED
         assert "link was closed" in progress.fault.text
@@ -163,7 +166,7 @@ def test_an_exception_of_a_signal_handler_ends_the_read_and_its_connection(reade
         assert time.monotonic() - begin < 0.7
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert not read._channel.pool.sockets()
+    assert not owner.channel.pool.sockets()
     seen = destination.copy()
     owner.send(b"y" * 4000)
     owner.close()

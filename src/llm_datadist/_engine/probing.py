@@ -1,0 +1,118 @@
+"""Which transports read a new peer: opens the candidates in a handshake, and says why each was taken or not.
+
+Runs on the control thread: ``Transport.open`` must not wait for the peer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import cast
+
+from llm_datadist._core.selection import Choice, candidates, choose
+from llm_datadist._engine.state import Peer
+from llm_datadist._engine.transport_set import CAPS, WORDS, TransportSet
+from llm_datadist._engine.ways import Way
+from llm_datadist._wire.messages import Identity
+from llm_datadist.transports.seam import PeerEndpoint, StreamChannel, TransportUnavailable, WordChannel
+
+_LOG = logging.getLogger("llm_datadist.link")
+_PROBE_S = 1.0  # for Transport.open in a handshake; on one host it takes microseconds
+_PARTIAL = frozenset(name for name, caps in CAPS.items() if caps.partial)
+
+
+@dataclass(slots=True)
+class Probing:
+    """What is found out about one peer.
+
+    Attributes:
+        transports: Of the engine.
+        backend: The transport that it forces, or "auto".
+        peer: The other side, as it has introduced itself.
+        endpoint: Makes what a transport needs to know of it.
+    """
+
+    transports: TransportSet
+    backend: str
+    peer: Identity
+    endpoint: Callable[[str], PeerEndpoint]
+    _ways: list[Way] = field(default_factory=list)
+    _refusals: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> tuple[Choice, Peer | None]:
+        """What was chosen, and the peer with the ways to it unless there is none."""
+        self._open_ways()
+        serving = self._open_stream()
+        choice = self._choose()
+        if not choice.names:
+            for channel in (*(way.channel for way in self._ways), serving):
+                if channel is not None:
+                    channel.close()
+            return choice, None
+        if self._refusals:
+            _LOG.info(
+                "cluster %d is read by %s: %s",
+                self.peer.cluster_id, "+".join(choice.names), "; ".join(choice.reasons),
+            )  # fmt: skip
+        words = self._open_words()
+        if serving is not None and self.transports.stream.name in choice.names:
+            self._ways.append(Way.of(self.transports.stream, serving))
+        return choice, Peer(tuple(self._ways), choice.reasons, serving, words)
+
+    def _open_ways(self) -> None:
+        """Opens until one reaches all memory; the stream transport's channel is opened in any case, later."""
+        opened = self.transports.opened
+        for name in candidates(tuple(opened), self.backend, self.peer.backend):
+            if name == self.transports.stream.name:
+                return
+            if name not in self.peer.endpoints:
+                continue
+            try:
+                channel = opened[name].open(self.endpoint(name), deadline=_soon())
+            except TransportUnavailable as exc:
+                self._refusals[name] = str(exc)
+                continue
+            self._ways.append(Way.of(opened[name], channel))
+            if name not in _PARTIAL:
+                return
+
+    def _open_stream(self) -> StreamChannel | None:
+        """Whatever we read the peer by: rights are per direction, and it may need connections where we do not."""
+        stream = self.transports.stream
+        if stream.name not in self.transports.opened or stream.name not in self.peer.endpoints:
+            return None
+        try:
+            return stream.open(self.endpoint(stream.name), deadline=_soon())
+        except TransportUnavailable as exc:
+            self._refusals[stream.name] = str(exc)
+            return None
+
+    def _choose(self) -> Choice:
+        missing = self.transports.missing
+        return choose(
+            (*self.transports.opened, *missing),
+            self.peer.endpoints,
+            self.backend,
+            self.peer.backend,
+            {**missing, **self._refusals},
+            _PARTIAL,
+        )
+
+    def _open_words(self) -> WordChannel | None:
+        """Where bytes are read by the kernel, words are read faster in a mapping, if the peer gives us one."""
+        if self.transports.words is None or WORDS not in self.peer.endpoints:
+            return None
+        if not self._ways or not self._ways[-1].caps.same_host_only:
+            return None
+        if self._ways[0].name == self.transports.words.name:
+            return cast(WordChannel, self._ways[0].channel)
+        with suppress(TransportUnavailable):
+            return self.transports.words.open(self.endpoint(WORDS), deadline=_soon())
+        return None
+
+
+def _soon() -> float:
+    return time.monotonic() + _PROBE_S

@@ -1,0 +1,131 @@
+"""The transports of one engine: which there can be, which there are, and what peers are offered."""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+
+from llm_datadist._core.selection import AUTO
+from llm_datadist._engine.state import State
+from llm_datadist._wire.framing import encode
+from llm_datadist._wire.messages import PROTOCOL_VERSION, DataHello
+from llm_datadist.devices.shared_memory import NotSharable
+from llm_datadist.status import FeatureNotEnabledError
+from llm_datadist.transports.local import LocalTransport
+from llm_datadist.transports.movers import Movers
+from llm_datadist.transports.nixl import NixlTransport, check_worth_it
+from llm_datadist.transports.seam import ReadSource, Transport, TransportCaps, TransportUnavailable
+from llm_datadist.transports.shm import ShmTransport
+from llm_datadist.transports.tcp import TcpTransport
+
+_TRANSPORTS: tuple[type[Transport], ...] = (ShmTransport, LocalTransport, NixlTransport, TcpTransport)
+WORDS = "words"  # an endpoint beside those of the transports: where words alone are shared by ``shm``
+CAPS: dict[str, TransportCaps] = {kind.name: kind.caps for kind in _TRANSPORTS}
+
+
+class TransportSet:
+    """Built with the engine, opened with its start.
+
+    Attributes:
+        opened: By name.
+        missing: Name -> why that one is not to be had here.
+        stream: The one whose connections come in through the listening port.
+        words: The one that shares words, and reads a peer's, beside any other of this host.
+    """
+
+    def __init__(self, state: State, movers: Movers, source: ReadSource) -> None:
+        self._state = state
+        self._movers = movers
+        self.opened: dict[str, Transport] = {}
+        self.missing: dict[str, str] = {}
+        self.words: ShmTransport | None = None
+        self.stream = TcpTransport(source, _first_data_frame, state.options.tcp_connections)
+
+    def open(self) -> dict[str, bytes]:
+        """Opens those that may be chosen; returns what peers are told, by name.
+
+        Raises:
+            FeatureNotEnabledError: The one that is forced is not to be had here.
+        """
+        if self._wants(ShmTransport) or self._wants(LocalTransport):
+            self._open_shm()
+        if self._wants(LocalTransport):
+            links, options = self._state.links, self._state.options
+            self.opened[LocalTransport.name] = LocalTransport(
+                self._movers, links.add_reader, links.remove_reader, options.allow_ptrace, secrets.token_bytes
+            )
+        self._open_nixl()
+        if self._wants(TcpTransport):
+            self.opened[TcpTransport.name] = self.stream
+        backend = self._state.options.backend
+        if backend in self.missing:
+            raise FeatureNotEnabledError(
+                f"llm.TransferBackend (LLMConfig.transfer_backend) is {backend!r}, which is not to be had here: "
+                f"{self.missing[backend]}; use 'auto' for what there is"
+            )
+        endpoints = {
+            name: transport.endpoint() for name, transport in self.opened.items() if self._offers(name)
+        }
+        return endpoints | ({WORDS: self.words.endpoint()} if self.words else {})
+
+    def close(self) -> None:
+        """Ends all of them. Idempotent."""
+        for transport in self._all():
+            transport.close()
+
+    def close_after_fork(self) -> None:
+        """In a forked child: closes its copies of the descriptors."""
+        for transport in self._all():
+            close = getattr(transport, "close_after_fork", None)
+            if close is not None:
+                close()
+
+    def _all(self) -> tuple[Transport, ...]:
+        return (*self.opened.values(), self.stream, *((self.words,) if self.words else ()))
+
+    def _wants(self, kind: type[Transport]) -> bool:
+        return self._state.options.backend in (AUTO, kind.name)
+
+    def _offers(self, name: str) -> bool:
+        """Without a pool there is nothing that a peer would read by ``shm``."""
+        return name != ShmTransport.name or bool(self._state.pools.areas) or not self._wants(LocalTransport)
+
+    def _open_shm(self) -> None:
+        state = self._state
+        try:
+            areas = (state.slab.area, *state.pools.areas)
+        except NotSharable as exc:
+            self.missing[ShmTransport.name] = str(exc)
+            return
+        links = state.links
+        self.words = ShmTransport(
+            areas, self._movers, links.add_reader, links.remove_reader, secrets.token_bytes
+        )
+        if self._wants(ShmTransport):
+            self.opened[ShmTransport.name] = self.words
+
+    def _open_nixl(self) -> None:
+        """What is registered before the endpoint is asked for needs no token: words and pools."""
+        state = self._state
+        if not self._wants(NixlTransport):
+            return
+        try:
+            if state.options.backend == AUTO:
+                check_worth_it()
+            transport = NixlTransport(secrets.token_bytes)
+        except TransportUnavailable as exc:
+            self.missing[NixlTransport.name] = str(exc)
+            return
+        self.opened[NixlTransport.name] = transport
+        state.regions.use(transport)
+        address, nbytes = state.slab.bounds
+        state.regions.register(np.array([address], dtype=np.uint64), nbytes)
+        for placement, (address, nbytes) in state.pools.bounds.items():
+            state.regions.add_pool(placement, address, nbytes)
+
+
+def _first_data_frame(link_token: bytes, dialler_reads: bool) -> bytes:
+    return b"".join(
+        encode(DataHello(version=PROTOCOL_VERSION, link_token=link_token, dialler_reads=dialler_reads))
+    )

@@ -1,0 +1,259 @@
+"""NVIDIA NIXL's agent behind a small interface: the only module that touches the package.
+
+Strategy: the bindings are used directly, because the public class decides two things otherwise: its progress
+thread never sleeps (a core of CPU when idle; here it waits for events), and importing it sets up the
+process's logging anew. An agent that serves has that thread: peers that connect, or read over TCP, need
+it. One that reads is driven by the calls of its user.
+Invariants: nothing is imported or read from the environment before ``agents()``. An agent is destroyed by
+``close`` alone, never by the garbage collector: in a forked child its threads are missing.
+Threads: a reading agent takes one call at a time (``Session`` sees to it), a serving one any number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from llm_datadist._core.segments import U64
+from llm_datadist.transports.seam import TransportUnavailable
+
+INSTALL = "pip install --no-deps nixl-cu12 (or nixl-cu13); its torch is not needed"
+_NOT_INSTALLED = f"NIXL is not installed: {INSTALL}"
+_PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
+_SEGMENTS = {"host": "DRAM_SEG", "cuda": "VRAM_SEG"}  # of ``Region.memory``, without ":device"
+_PROGRESS_WAIT_US = 500_000  # longest sleep of the serving thread; events wake it at once
+_MAGIC = b"nixlSerDes|Agent"  # how metadata begin; the length (8 bytes) and the name of the agent follow
+
+
+class NixlLost(Exception):  # noqa: N818 - an answer
+    """The connection to the peer has ended: the peer is gone, or UCX could not read or write some memory."""
+
+
+class NixlRefused(Exception):  # noqa: N818 - an answer
+    """NIXL does not do that; the text says what."""
+
+
+class Agent(Protocol):
+    """One NIXL agent. ``memory`` is what ``Region.memory`` says; rows are (start, end)."""
+
+    name: str
+
+    def register(self, memory: str, rows: U64) -> None:
+        """Makes memory known."""
+
+    def deregister(self, memory: str, rows: U64) -> None:
+        """Forgets what was registered with the same rows."""
+
+    def metadata(self, memory: str, rows: U64, connection: bool) -> bytes:
+        """What lets a peer read registered rows, and with ``connection`` also find us."""
+
+    def load(self, metadata: bytes) -> None:
+        """Takes a peer's metadata."""
+
+    def start(self, peer: str, there: tuple[str, U64], here: tuple[str, U64], nbytes: U64) -> int | None:
+        """Begins a read of pieces; None when it has ended already.
+
+        Args:
+            peer: Name of the agent that is read.
+            there: Its memory, and the address of each piece.
+            here: Ours.
+            nbytes: Bytes of each piece.
+        """
+
+    def ended(self, transfer: int) -> bool:
+        """Whether a transfer has ended well; makes it go on otherwise."""
+
+    def release(self, transfer: int) -> None:
+        """Frees a transfer that has ended. One that has not would go on writing."""
+
+    def close(self) -> None:
+        """Destroys the agent: its connections end, and nothing is written any more. Idempotent."""
+
+
+Agents: TypeAlias = Callable[[str, bool], Agent]
+"""Makes an agent of that name; True: peers read from it."""
+
+
+def agents() -> Agents:
+    """Finds NIXL.
+
+    Raises:
+        TransportUnavailable: It is not installed, or cannot be loaded.
+    """
+    bindings = _bindings()
+    return lambda name, serving: _Agent(bindings, name, serving)
+
+
+def check_installed() -> None:
+    """Looks for the package without loading it.
+
+    Raises:
+        TransportUnavailable: It is not there.
+    """
+    if not any(importlib.util.find_spec(package) for package in _PACKAGES):
+        raise TransportUnavailable(_NOT_INSTALLED)
+
+
+def name_in(metadata: bytes) -> str:
+    """The agent that metadata speak of; "" when they are none."""
+    at = len(_MAGIC) + 8
+    if not metadata.startswith(_MAGIC) or len(metadata) < at:
+        return ""
+    size = int.from_bytes(metadata[len(_MAGIC) : at], "little")
+    return metadata[at : at + size].decode("utf-8", "replace") if size <= 256 else ""
+
+
+def knows(memory: str) -> bool:
+    """Whether there is a NIXL memory type for it."""
+    return memory.partition(":")[0] in _SEGMENTS
+
+
+def _bindings() -> ModuleType:
+    torch: Any = sys.modules.get("torch")  # its CUDA decides, where there is one; it is never imported
+    wanted = f"nixl_cu{str(getattr(torch.version, 'cuda', None)).split('.')[0]}" if torch else ""
+    failures = []
+    for package in sorted(_PACKAGES, key=lambda name: name != wanted):
+        try:
+            found = _load(package)
+        except Exception as exc:
+            failures.append(f"NIXL ({package}) cannot be loaded: {_text(exc)}")
+        else:
+            if found is not None:
+                return found
+    raise TransportUnavailable("; ".join(failures) or _NOT_INSTALLED)
+
+
+def _load(package: str) -> ModuleType | None:
+    """The extension module alone: its package replaces the handlers of ``logging`` when it is imported.
+
+    It gets the name that it would have there, so that whoever imports the package later finds this one:
+    it can be loaded once per process.
+    """
+    name = f"{package}._bindings"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return None
+    finder = importlib.machinery.FileFinder(
+        str(next(iter(spec.submodule_search_locations or ()), "")),
+        (importlib.machinery.ExtensionFileLoader, importlib.machinery.EXTENSION_SUFFIXES),
+    )
+    found = finder.find_spec(name)
+    if found is None or found.loader is None:
+        raise ImportError(f"it has no extension module for Python {sys.version.split()[0]}", name=name)
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    try:
+        found.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+class _Agent:
+    def __init__(self, bindings: Any, name: str, serving: bool) -> None:
+        self.name = name
+        self._b = bindings
+        self._pid = os.getpid()
+        own = [
+            value for key, value in vars(bindings).items() if key.startswith("nixl") and key.endswith("Error")
+        ]
+        # NIXL's exceptions have no base class of their own.
+        self._errors: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, *own)
+        self._agent: Any = None
+        config = bindings.nixlAgentConfig()
+        config.useProgThread = serving
+        config.useListenThread = False
+        config.syncMode = bindings.NIXL_THREAD_SYNC_RW
+        config.pthrDelay = _PROGRESS_WAIT_US
+        config.captureTelemetry = False
+        try:
+            self._agent = bindings.nixlAgent(name, config)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
+            self._agent.createBackend("UCX", {})
+        except Exception as exc:
+            self.close()
+            raise TransportUnavailable(f"NIXL has no agent with UCX for us: {_text(exc)}") from exc
+
+    def register(self, memory: str, rows: U64) -> None:
+        self._call(self._agent.registerMem, self._registration(memory, rows), [])
+
+    def deregister(self, memory: str, rows: U64) -> None:
+        self._call(self._agent.deregisterMem, self._registration(memory, rows), [])
+
+    def metadata(self, memory: str, rows: U64, connection: bool) -> bytes:
+        found: bytes = self._call(
+            self._agent.getLocalPartialMD, self._registration(memory, rows), connection, []
+        )
+        return found
+
+    def load(self, metadata: bytes) -> None:
+        self._call(self._agent.loadRemoteMD, metadata)
+
+    def start(self, peer: str, there: tuple[str, U64], here: tuple[str, U64], nbytes: U64) -> int | None:
+        b = self._b
+        local, remote = self._pieces(*here, nbytes), self._pieces(*there, nbytes)
+        transfer: int = self._call(self._agent.createXferReq, b.NIXL_READ, local, remote, peer, "", [])
+        try:
+            done: bool = self._call(self._agent.postXferReq, transfer, b"") == b.NIXL_SUCCESS
+        except BaseException:
+            self.release(transfer)
+            raise
+        if not done:
+            return transfer
+        self.release(transfer)
+        return None
+
+    def ended(self, transfer: int) -> bool:
+        done: bool = self._call(self._agent.getXferStatus, transfer) == self._b.NIXL_SUCCESS
+        return done
+
+    def release(self, transfer: int) -> None:
+        self._call(self._agent.releaseXferReq, transfer)
+
+    def close(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is not None and os.getpid() == self._pid:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(agent))
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except self._b.nixlRemoteDisconnectError as exc:
+            raise NixlLost(_text(exc)) from exc
+        except self._errors as exc:
+            raise NixlRefused(f"{function.__name__}: {_text(exc)}") from exc
+
+    def _registration(self, memory: str, rows: U64) -> Any:
+        segment, device = self._segment(memory)
+        table = np.empty((len(rows), 3), dtype=np.uint64)
+        table[:, 0] = rows[:, 0]
+        table[:, 1] = rows[:, 1] - rows[:, 0]
+        table[:, 2] = device
+        return self._b.nixlRegDList(segment, table)
+
+    def _pieces(self, memory: str, addresses: U64, nbytes: U64) -> Any:
+        segment, device = self._segment(memory)
+        table = np.empty((len(addresses), 3), dtype=np.uint64)
+        table[:, 0] = addresses
+        table[:, 1] = nbytes
+        table[:, 2] = device
+        return self._b.nixlXferDList(segment, table)
+
+    def _segment(self, memory: str) -> tuple[Any, int]:
+        kind, _, device = memory.partition(":")
+        return getattr(self._b, _SEGMENTS[kind]), int(device or 0)
+
+
+def _text(exc: BaseException) -> str:
+    return str(exc) or type(exc).__name__

@@ -1,0 +1,373 @@
+"""The way to one peer's registered memory with NIXL.
+
+Strategy: what the peer has told of (its tokens) is kept, the latest first; a read uses the latest token that
+holds its source. Sessions are made when they are needed and thrown away when anything went wrong, so an
+agent never outlives what it believes.
+Threads: any. ``close`` never waits for the lock that the making of a session holds.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from llm_datadist._core.segments import U64, Extents, Segments
+from llm_datadist.transports import _libc
+from llm_datadist.transports._nixl import Agents, NixlLost, NixlRefused, knows, name_in
+from llm_datadist.transports.nixl_ranges import Ranges, none, spans
+from llm_datadist.transports.nixl_read import Copy, NixlRead, Pace
+from llm_datadist.transports.nixl_session import NixlBusy, Session, Source
+from llm_datadist.transports.seam import Fault, FaultKind, TransportUnavailable
+
+NONCE_NBYTES = 16
+_SLOTS = 256
+ID_NBYTES = 16
+MAX_ROWS = 1 << 20  # tensors of one cache
+_MAX_METADATA = 1 << 26  # NIXL has 40 bytes for a range over TCP, some hundreds with several network cards
+_MAX_SOURCES = 1024  # the engine tells of a cache before each read, so those left out come back
+_ALWAYS = 1 << 62  # number of what came with the handshake
+_PROBE_S = 0.5
+_PROBE_SLEEP_S = 0.0005
+
+Locate = Callable[[Extents], "tuple[str, U64] | None"]
+"""Memory and rows of ours that hold a destination."""
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """How a peer finds an agent, proves that it is the right one, and reads its words."""
+
+    agent: str
+    nonce_address: int
+    nonce: bytes
+    rows: bytes  # (n, 2) little-endian uint64: start and end
+    metadata: bytes
+
+
+class Token(msgspec.Struct, frozen=True, kw_only=True):
+    """What follows the id of a token."""
+
+    agent: str
+    memory: str
+    rows: bytes
+    metadata: bytes
+
+
+class NixlChannel:
+    """Reads one peer.
+
+    Args:
+        agents: Makes agents.
+        endpoint: The peer's.
+        locate: Finds registered memory of ours.
+        linger_s: How long a transfer may go on when it should stop, before its session is cut.
+        forget: Called when closed.
+    """
+
+    def __init__(
+        self,
+        agents: Agents,
+        endpoint: Endpoint,
+        locate: Locate,
+        linger_s: float,
+        forget: Callable[[NixlChannel], None],
+    ) -> None:
+        self._agents = agents
+        self._endpoint = endpoint
+        self._locate = locate
+        self._forget = forget
+        self.linger_s = linger_s
+        self.pace = Pace()
+        self.closed = False
+        self._scratch = _Scratch()
+        self._making = threading.Lock()
+        self._session: Session | None = None
+        self._admitting = threading.Lock()
+        self._number = 0
+        always = _source_of(b"", endpoint.agent, "host", endpoint.rows, endpoint.metadata, _ALWAYS)
+        if isinstance(always, str):
+            raise TransportUnavailable(f"the peer's endpoint of transport nixl is not valid: {always}")
+        self._always = always
+        self._sources: dict[bytes, Source | None] = {}  # None: no good
+        self._last: tuple[Extents | None, tuple[Source, ...]] = None, ()
+
+    def prove(self, deadline: float) -> None:
+        """Reads the nonce.
+
+        Raises:
+            TransportUnavailable: It cannot be read, or is another one.
+        """
+        answer = self._read_small(self._endpoint.nonce_address, NONCE_NBYTES, deadline)
+        if isinstance(answer, Fault):
+            raise TransportUnavailable(f"a first read with NIXL failed: {answer.text}", answer.kind)
+        if answer != self._endpoint.nonce:
+            raise TransportUnavailable("NIXL reaches another process than the one of the handshake")
+
+    # ---- what is within reach -------------------------------------------------------------------
+
+    def admit(self, token: bytes) -> None:
+        """See ``RegisteringChannel``."""
+        name = token[:ID_NBYTES]
+        if name in self._sources:
+            return
+        try:
+            told = msgspec.msgpack.decode(token[ID_NBYTES:], type=Token)
+            self._number += 1
+            found = _source_of(name, told.agent, told.memory, told.rows, told.metadata, self._number)
+        except msgspec.MsgspecError as exc:
+            found = str(exc)
+        right = isinstance(found, Source) and told.agent == self._endpoint.agent
+        with self._admitting:
+            self._last = None, ()
+            while len(self._sources) >= _MAX_SOURCES:
+                del self._sources[next(iter(self._sources))]
+            self._sources[name] = found if right and isinstance(found, Source) else None
+
+    @property
+    def refusal(self) -> str:
+        """Nothing: what is there was there when it was opened."""
+        return ""
+
+    def covers(self, source: Extents) -> bool:
+        """See ``PartialChannel``."""
+        return not self.closed and (not source.nbytes or bool(self._find(source)))
+
+    def distrust(self, sources: tuple[Source, ...]) -> None:
+        """See ``Reach``."""
+        with self._admitting:
+            self._last = None, ()
+            for name, other in list(self._sources.items()):
+                # Older ones at these addresses are no better; what lives is told again.
+                if other is not None and any(other.ranges.touch(s.ranges.pairs).any() for s in sources):
+                    del self._sources[name]
+
+    def _find(self, extents: Extents) -> tuple[Source, ...]:
+        last, found = self._last
+        if last is extents:  # ``covers`` comes just before ``read``
+            return found
+        wanted = spans(extents)
+        found = () if wanted is None else self._find_spans(wanted)
+        self._last = extents, found
+        return found
+
+    def _find_spans(self, wanted: U64) -> tuple[Source, ...]:
+        """The latest sources that hold all of it, of one kind of memory; none if they do not."""
+        with self._admitting:
+            candidates = [self._always, *self._sources.values()]
+        found: list[Source] = []
+        low, high = int(wanted[:, 0].min()), int(wanted[:, 1].max())
+        for source in reversed(candidates):
+            if source is None or source.high <= low or source.low >= high:
+                continue
+            missing = wanted[source.ranges.find(wanted) < 0]
+            if len(missing) < len(wanted) and (not found or found[0].memory == source.memory):
+                found.append(source)
+                if not len(missing):
+                    return tuple(found)
+                wanted = missing
+        return ()
+
+    # ---- reading --------------------------------------------------------------------------------
+
+    def read(self, plan: Segments) -> NixlRead:
+        """Prepares a read; ``plan.source`` must be Extents."""
+        if not isinstance(plan.source, Extents):
+            raise TypeError("transport nixl reads by address; this plan has a selector")
+        if plan.source.nbytes != plan.nbytes:
+            raise ValueError(f"the plan reads {plan.source.nbytes} bytes into {plan.nbytes}")
+        return NixlRead(self, self._task(plan.source, plan.destination))
+
+    def read_word(self, address: int, *, deadline: float) -> int | Fault:
+        """See ``OneSidedChannel``."""
+        answer = self._read_small(address, 8, deadline)
+        return answer if isinstance(answer, Fault) else int.from_bytes(answer, "little")
+
+    def _task(self, there: Extents, here: Extents) -> Copy | Fault:
+        if not here.nbytes:
+            return Copy((), "host", none(), there, here, _libc.can_write_byte)
+        sources = self._find(there)
+        if not sources:
+            return Fault(
+                FaultKind.SOURCE, "memory of the peer that it has not registered with NIXL cannot be read"
+            )
+        found = self._locate(here)
+        if found is None:
+            return Fault(
+                FaultKind.DESTINATION, "the destination is not within memory that is registered with NIXL"
+            )
+        return Copy(sources, *found, there, here, _libc.can_write_byte)
+
+    def _read_small(self, address: int, nbytes: int, deadline: float) -> bytes | Fault:
+        """At most ``NONCE_NBYTES`` bytes."""
+        sources = self._find_one(address, nbytes)
+        if not sources:
+            text = f"address {address:#x} of the peer is not registered with NIXL"
+            return Fault(FaultKind.CANCELLED if self.closed else FaultKind.SOURCE, text)
+        slot = self._scratch.take()
+        try:
+            fault = (
+                NixlRead(self, _Small(sources, self._scratch.rows, address, slot, nbytes))
+                .wait(deadline=deadline)
+                .fault
+            )
+            return fault if fault is not None else self._scratch.content(slot, nbytes)
+        finally:
+            self._scratch.give(slot)
+
+    def _find_one(self, address: int, nbytes: int) -> tuple[Source, ...]:
+        stop = address + nbytes
+        if not 0 <= address < stop < 1 << 64:
+            return ()
+        return self._find_spans(np.array([[address, stop]], dtype=np.uint64))
+
+    # ---- sessions -------------------------------------------------------------------------------
+
+    def session(self, sources: tuple[Source, ...], memory: str, rows: U64) -> Session:
+        """See ``Reach``."""
+        with self._making:
+            try:
+                for _ in range(2):
+                    session = self._session or self._make()
+                    self._session = session
+                    try:
+                        session.prepare(sources, memory, rows)
+                        if session.enter():
+                            return session
+                    except NixlBusy:
+                        pass
+                    session.retire()
+                    self._session = None
+                raise NixlRefused("it overlaps what the agent knows")
+            finally:
+                if self.closed:
+                    self._drop_made()
+
+    def lives(self, session: Session) -> bool:
+        """See ``Reach``."""
+        with self._making:
+            if self._session is session:
+                self._session = None
+            try:
+                probe = self._session = self._session or self._make()
+            except (NixlLost, NixlRefused):
+                return False
+            alive = probe.enter() and self._answers(probe)
+            if not alive or self.closed:
+                self._drop_made()
+            return alive
+
+    def forget(self, memory: str, rows: U64) -> None:
+        """Rows of ours are no longer registered."""
+        session = self._session
+        if session is not None:
+            session.forget(memory, rows)
+
+    def close(self) -> None:
+        """See ``Channel``."""
+        self.closed = True
+        if self._making.acquire(blocking=False):  # else who makes a session sees that we are closed
+            try:
+                self._drop_made()
+            finally:
+                self._making.release()
+        self._forget(self)
+
+    def _make(self) -> Session:
+        try:
+            agent = self._agents(secrets.token_hex(12), False)
+        except TransportUnavailable as exc:
+            raise NixlRefused(str(exc)) from exc
+        try:
+            return Session(agent, self._endpoint.agent, self._always, self._scratch.rows)
+        except NixlRefused as exc:
+            raise NixlLost(str(exc)) from exc
+
+    def _drop_made(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.retire()
+
+    def _answers(self, session: Session) -> bool:
+        """Whether the nonce can be read; leaves the session."""
+        endpoint, slot = self._endpoint, self._scratch.take()
+        until = time.monotonic() + _PROBE_S
+        try:
+            task = _Small((self._always,), self._scratch.rows, endpoint.nonce_address, slot, NONCE_NBYTES)
+            there, here, size = task.pieces(0, NONCE_NBYTES)
+            transfer = session.start(("host", there), ("host", here), size)
+            while transfer is not None and not session.ended(transfer):
+                if time.monotonic() >= until or self.closed:
+                    session.doom()
+                    return False
+                time.sleep(_PROBE_SLEEP_S)
+            if transfer is not None:
+                session.release(transfer)
+            return self._scratch.content(slot, NONCE_NBYTES) == endpoint.nonce
+        except (NixlLost, NixlRefused):
+            session.doom()
+            return False
+        finally:
+            session.leave()
+            self._scratch.give(slot)
+
+
+class _Scratch:
+    """Places for small reads, one for each that is under way."""
+
+    def __init__(self) -> None:
+        self._memory = np.zeros(_SLOTS * NONCE_NBYTES, dtype=np.uint8)
+        self._start = int(self._memory.ctypes.data)
+        self.rows = np.array([[self._start, self._start + len(self._memory)]], dtype=np.uint64)
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for i in range(_SLOTS):
+            self._free.put(self._start + i * NONCE_NBYTES)
+
+    def take(self) -> int:
+        return self._free.get()
+
+    def content(self, slot: int, nbytes: int) -> bytes:
+        return self._memory[slot - self._start :][:nbytes].tobytes()
+
+    def give(self, slot: int) -> None:
+        self._free.put(slot)
+
+
+class _Small:
+    """A ``Task`` of a few bytes."""
+
+    memory = "host"
+
+    def __init__(self, sources: tuple[Source, ...], rows: U64, there: int, here: int, nbytes: int) -> None:
+        self.sources = sources
+        self.rows = rows
+        self.nbytes = nbytes
+        self._pieces = tuple(np.array([n], dtype=np.uint64) for n in (there, here, nbytes))
+
+    def pieces(self, at: int, max_nbytes: int) -> tuple[U64, U64, U64]:
+        """See ``Task``."""
+        there, here, nbytes = self._pieces
+        return there, here, nbytes
+
+    def unwritable(self, at: int, max_nbytes: int) -> int | None:
+        """See ``Task``."""
+        return None
+
+
+def _source_of(
+    name: bytes, agent: str, memory: str, rows: bytes, metadata: bytes, number: int
+) -> Source | str:
+    """A source as a peer has told of it; or what is wrong with it."""
+    if len(rows) % 16 or len(rows) > 16 * MAX_ROWS or len(metadata) > _MAX_METADATA:
+        return f"{len(rows)} bytes of ranges and {len(metadata)} of metadata"
+    if not knows(memory):
+        return f"memory {memory!r}"
+    if name_in(metadata) != agent:
+        return f"metadata of agent {name_in(metadata)!r} in the name of {agent!r}"
+    ranges = Ranges(np.frombuffer(rows, dtype="<u8").astype(np.uint64).reshape(-1, 2))
+    low, high = (int(ranges.pairs[:, 0].min()), int(ranges.pairs[:, 1].max())) if len(rows) else (0, 0)
+    return Source(name, memory, ranges, low, high, metadata, number)

@@ -1,0 +1,240 @@
+"""``shm``: memory of a peer's pools on this host, mapped here and copied out of it.
+
+Strategy: the owner gives sealed memfds to readers of its own user (``shm_owner``), the reader maps them
+(``shm_memory``) and copies without the kernel (``shm_read``). That is faster than ``local``, whose kernel
+looks at every page, and it needs no right to ptrace. Words are read in a mapping of the slab.
+Invariants: a reader can neither write nor resize what it is given; the end of the connection tells either
+side that the other has gone, across pid namespaces too.
+Threads: as the seam says; the owner answers on its control thread, and ``open`` does not wait for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import msgspec
+
+from llm_datadist._core.segments import Extents, Segments
+from llm_datadist.devices.shared_memory import SharedArea
+from llm_datadist.transports import _libc
+from llm_datadist.transports._meeting import AdoptReader, DropReader, Meeting, credentials, meet
+from llm_datadist.transports.movers import Movers
+from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint, TransportCaps, TransportUnavailable
+from llm_datadist.transports.shm_areas import Areas, Box
+from llm_datadist.transports.shm_memory import MAX_AREAS, PeerMemory
+from llm_datadist.transports.shm_owner import SECRET_NBYTES, Giver, whose_refusal
+from llm_datadist.transports.shm_read import ShmRead
+
+_NAME_PREFIX = b"\0llm-datadist-shm/"
+_WORD_NBYTES = 8
+_TOP = 1 << 64
+
+
+class _Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    name: bytes
+    secret: bytes
+    areas: list[tuple[int, int]]
+
+
+class ShmTransport:
+    """Maps memory of peers on this host, and lets them map ours.
+
+    Args:
+        areas: What peers may map: pools, and the slab of words. Their descriptors stay open, and their
+            memory mapped, until ``close``.
+        movers: Threads that help with large reads; the caller owns them.
+        adopt_reader: Registers a socket and a callback for "readable" with the control loop.
+        drop_reader: Takes the socket out again.
+        random_bytes: Source of secrets, as ``secrets.token_bytes``.
+    """
+
+    name: ClassVar[str] = "shm"
+    caps: ClassVar[TransportCaps] = TransportCaps(one_sided=True, same_host_only=True, partial=True)
+
+    def __init__(
+        self,
+        areas: Sequence[SharedArea],
+        movers: Movers,
+        adopt_reader: AdoptReader,
+        drop_reader: DropReader,
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        if not 0 < len(areas) <= MAX_AREAS:
+            raise ValueError(f"a transport shm shares 1 to {MAX_AREAS} areas, not {len(areas)}")
+        self._own = Areas((area.address, area.nbytes, 0) for area in areas)
+        self._movers = movers
+        self._by_kernel = _libc.can_read_own()
+        self._lock = threading.Lock()
+        self._channels: set[ShmChannel] = set()
+        self._closed = False
+        secret = random_bytes(SECRET_NBYTES)
+        self._giver = Giver(areas, secret, adopt_reader, drop_reader)
+        self._meeting = Meeting(
+            _NAME_PREFIX, socket.SOCK_SEQPACKET, random_bytes, self._giver.welcome, adopt_reader, drop_reader
+        )
+        self._endpoint = msgspec.msgpack.encode(
+            _Endpoint(
+                name=self._meeting.name,
+                secret=secret,
+                areas=[(area.address, area.nbytes) for area in areas],
+            )
+        )
+
+    def endpoint(self) -> bytes:
+        """Where readers find this process, what they must show, and what they will get."""
+        return self._endpoint
+
+    def open(self, peer: PeerEndpoint, *, deadline: float) -> ShmChannel:
+        """Asks the peer for its memory, which comes in later. Never waits, so ``deadline`` is never reached.
+
+        Raises:
+            TransportUnavailable: It cannot be asked, or would refuse; the text is the reason shown to users.
+        """
+        endpoint = _decode(peer.blob)
+        sock = meet(endpoint.name, socket.SOCK_SEQPACKET)
+        memory = PeerMemory(sock, endpoint.areas)
+        channel = ShmChannel(memory, self._own, self._by_kernel, self._movers, self._forget)
+        try:
+            _ask(sock, endpoint.secret, memory)
+        except BaseException:
+            channel.close()
+            raise
+        with self._lock:
+            if not self._closed:
+                self._channels.add(channel)
+                return channel
+        channel.close()
+        raise TransportUnavailable("transport shm of this process is closed")
+
+    def close(self) -> None:
+        """Ends the listener, the connections of readers and all channels. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            channels = list(self._channels)
+        for channel in channels:
+            channel.close()
+        self._meeting.close()
+        self._giver.close()
+
+    def close_after_fork(self) -> None:
+        """In a forked child: closes its copies of the descriptors and touches nothing else."""
+        self._meeting.close_after_fork()
+        self._giver.close_after_fork()
+        for channel in self._channels:
+            channel.memory.close_after_fork()
+
+    def _forget(self, channel: ShmChannel) -> None:
+        with self._lock:
+            self._channels.discard(channel)
+
+
+class ShmChannel:
+    """The way to the memory that one process shares."""
+
+    def __init__(
+        self,
+        memory: PeerMemory,
+        own: Areas,
+        by_kernel: bool,
+        movers: Movers,
+        forget: Callable[[ShmChannel], None],
+    ) -> None:
+        self.memory = memory
+        self._own = own
+        self._by_kernel = by_kernel
+        self._movers = movers
+        self._forget = forget
+        self._turn = threading.Lock()
+
+    def read(self, plan: Segments) -> ShmRead:
+        """Prepares a read; ``plan.source`` must be Extents that are covered."""
+        return ShmRead(self.memory, self._own, self._by_kernel, self._movers, plan)
+
+    def read_word(self, address: int, *, deadline: float) -> int | Fault:
+        """One load, between two turns of the memory's lock; ``deadline`` plays no part."""
+        memory = self.memory
+        if not memory.hold():
+            return Fault(FaultKind.CANCELLED, "the channel is closed")
+        try:
+            shift = memory.settle().shift_at(address, _WORD_NBYTES)
+            word = 0 if shift is None else ctypes.c_uint64.from_address(address + shift).value
+            if memory.gone():
+                return memory.lost()
+            return word if shift is not None else memory.beyond(address)
+        finally:
+            memory.release()
+
+    def peek(self, address: int) -> int | None:
+        """See ``WordChannel``."""
+        words = self.memory.words
+        if words is None:
+            self.memory.look()
+            return None
+        at = address - words.low
+        with self._turn:  # what was read before stays before, what is read after stays after
+            pass
+        if at & 7 or not 0 <= at < len(words.array) << 3:
+            return None
+        return words.array[at >> 3]
+
+    def covers(self, source: Extents) -> bool:
+        """Whether the peer has sent the memory that ``source`` is in; waits shortly if it has sent none yet."""
+        if not source.nbytes:
+            return True
+        if not self.memory.hold():
+            return False
+        try:
+            return self.memory.settle().shifts_of(source, Box.of(source)) is not None
+        finally:
+            self.memory.release()
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing is within reach (yet); empty once the memory has come."""
+        return self.memory.reason
+
+    def close(self) -> None:
+        """Cancels what runs; the last of it unmaps the memory."""
+        self.memory.close()
+        self._forget(self)
+
+
+def _ask(sock: socket.socket, secret: bytes, memory: PeerMemory) -> None:
+    """Shows the secret, unless the owner would refuse us anyhow, or has done so already."""
+    refusal = whose_refusal(credentials(sock)[1], os.geteuid())
+    if refusal:
+        raise TransportUnavailable(refusal)
+    try:
+        sock.send(secret)
+    except OSError as exc:
+        memory.settle()
+        raise TransportUnavailable(memory.reason) from exc
+
+
+def _decode(blob: bytes) -> _Endpoint:
+    """The peer's endpoint, whose every number is foreign."""
+    try:
+        endpoint = msgspec.msgpack.decode(blob, type=_Endpoint)
+    except msgspec.MsgspecError as exc:
+        raise TransportUnavailable(f"the peer's endpoint of transport shm is not valid: {exc}") from exc
+    if not endpoint.name.startswith(_NAME_PREFIX) or len(endpoint.secret) != SECRET_NBYTES:
+        raise TransportUnavailable("the peer's endpoint of transport shm is not valid: name or secret")
+    end = 0
+    for address, nbytes in sorted(endpoint.areas):
+        if address < end or nbytes <= 0 or address + nbytes >= _TOP:
+            raise TransportUnavailable(
+                "the peer's endpoint of transport shm is not valid: areas overlap, or are beyond 2**64"
+            )
+        end = address + nbytes
+    if not 0 < len(endpoint.areas) <= MAX_AREAS:
+        raise TransportUnavailable(
+            f"the peer's endpoint of transport shm is not valid: {len(endpoint.areas)} areas, 1 to {MAX_AREAS} can be"
+        )
+    return endpoint

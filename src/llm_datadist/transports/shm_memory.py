@@ -1,0 +1,195 @@
+"""Transport ``shm``, the reader's side: the peer's areas as they are mapped here, and whether it still lives.
+
+Strategy: the owner answers from its control thread, for which ours must not wait (both may be opening at
+once), so the answer is taken in by whoever first needs it, and waited for only shortly.
+Invariants: what is mapped is read-only and sealed, so the peer can neither take it away under a copy
+(SIGBUS) nor be harmed by us; it stays mapped while a read holds it. A forked child has none of it.
+Threads: every method may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from llm_datadist.devices.mapping import advise, map_memory, unmap
+from llm_datadist.devices.shared_memory import is_safe_to_map
+from llm_datadist.transports._meeting import end
+from llm_datadist.transports._one_sided import Owner
+from llm_datadist.transports.seam import Fault, FaultKind
+from llm_datadist.transports.shm_areas import Areas
+from llm_datadist.transports.shm_owner import GRANTED
+
+MAX_AREAS = 16
+ANSWER_S = 0.1  # from ``open``; a few thread switches at the owner. A late answer is still taken
+_TEXT_NBYTES = 1024
+_RECEIVE = int(socket.MSG_CMSG_CLOEXEC) | int(socket.MSG_DONTWAIT)
+_NONE = Areas(())
+
+
+class _Words:
+    """The peer's slab as it is mapped here, for as long as anybody looks into it.
+
+    So that a look needs no lock: whoever has the object has the mapping.
+    """
+
+    __slots__ = ("_address", "_nbytes", "_pid", "array", "low")
+
+    def __init__(self, low: int, address: int, nbytes: int) -> None:
+        self.low = low  # where the slab begins for the peer
+        self.array = (ctypes.c_uint64 * (nbytes // 8)).from_address(address)
+        self._address = address
+        self._nbytes = nbytes
+        self._pid = os.getpid()
+
+    def __del__(self) -> None:
+        """Unmaps it, but not in a forked child, which never had it."""
+        if os.getpid() == self._pid:
+            unmap(self._address, self._nbytes)
+
+
+class PeerMemory(Owner):
+    """Areas of one peer.
+
+    Args:
+        sock: The connection to it, on which the secret has been shown.
+        announced: (address, nbytes) of each area, as the handshake told it.
+    """
+
+    __slots__ = (
+        "_announced", "_answer_by", "_answering", "_mapped", "_settled", "_sock", "areas", "reason", "words",
+    )  # fmt: skip
+
+    def __init__(self, sock: socket.socket, announced: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self._sock = sock
+        self._announced = announced
+        self._answer_by = time.monotonic() + ANSWER_S
+        self._answering = threading.Lock()
+        self._settled = False
+        self._mapped: list[tuple[int, int]] = []
+        self.areas = _NONE
+        self.words: _Words | None = None
+        self.reason = "the peer has not sent its memory yet: it is stopped, or too busy to answer"
+
+    def settle(self) -> Areas:
+        """The areas; none of them as long as the peer has not sent them, or when it does not. Only while held."""
+        if not self._settled:
+            with self._answering:
+                self._receive(max(0.0, self._answer_by - time.monotonic()))
+        return self.areas
+
+    def look(self) -> None:
+        """Takes the answer if it has come, without waiting for it."""
+        if self._settled or not self._answering.acquire(blocking=False):
+            return
+        try:
+            if self.hold():
+                try:
+                    self._receive(0.0)
+                finally:
+                    self.release()
+        finally:
+            self._answering.release()
+
+    def gone(self) -> bool:
+        """Whether the other end of the connection is closed. Only while held."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)  # POLLHUP and POLLERR are always told
+        return bool(poll.poll(0))
+
+    def lost(self) -> Fault:
+        """What a read ends with then."""
+        return Fault(FaultKind.PEER_LOST, "the process that shares its memory has ended, or has withdrawn it")
+
+    def beyond(self, address: int) -> Fault:
+        """What a read of ``address``, which is in no area, ends with."""
+        if self.reason:
+            return Fault(FaultKind.CHANNEL, self.reason)
+        return Fault(FaultKind.SOURCE, f"address {address:#x} is not in memory that the peer shares")
+
+    def close_after_fork(self) -> None:
+        """In a forked child: closes the descriptor; the mappings are not there."""
+        self._sock.close()
+
+    def _free(self) -> None:
+        end(self._sock)
+        for address, nbytes in self._mapped:
+            unmap(address, nbytes)
+        self._mapped = []
+        self.words = None
+
+    def _receive(self, wait_s: float) -> None:
+        """Takes the answer if it has come, or comes in time. One thread at a time; once is enough."""
+        if self._settled:
+            return
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        if not poll.poll(wait_s * 1000):
+            return
+        try:
+            message, fds = self._take_message()
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            self._settle(f"the connection to the peer's memory broke: {exc}")
+            return
+        try:
+            self._settle(self._map(message, fds))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _take_message(self) -> tuple[bytes, list[int]]:
+        try:
+            message, fds, flags, _ = socket.recv_fds(self._sock, _TEXT_NBYTES, MAX_AREAS, _RECEIVE)
+        except ConnectionResetError:  # the other end closed without reading the secret; its answer comes next
+            message, fds, flags, _ = socket.recv_fds(self._sock, _TEXT_NBYTES, MAX_AREAS, _RECEIVE)
+        return (b"" if flags & socket.MSG_CTRUNC else message), fds
+
+    def _settle(self, reason: str) -> None:
+        self.reason = reason
+        self._settled = True
+
+    def _map(self, message: bytes, fds: Sequence[int]) -> str:
+        """Maps what came with the answer; returns why it cannot, or ""."""
+        if message != GRANTED:
+            text = message[1:].decode(errors="replace")
+            return f"the peer refused: {text}" if text else "the peer closed the connection without an answer"
+        if len(fds) != len(self._announced):
+            return f"the peer sent {len(fds)} areas of {len(self._announced)}; is this process out of descriptors?"
+        shifts = []
+        for fd, (address, nbytes) in zip(fds, self._announced, strict=True):
+            reason = _unsafe(fd, nbytes)
+            if reason:
+                return reason
+            try:
+                here = map_memory(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd)
+            except OSError as exc:
+                return f"the peer's memory cannot be mapped: {exc}"
+            if self.words is None:  # the slab comes first
+                self.words = _Words(address, here, nbytes)
+            else:
+                self._mapped.append((here, nbytes))
+            with contextlib.suppress(OSError):  # a child would only keep it alive
+                advise(here, nbytes, mmap.MADV_DONTFORK)
+            shifts.append((address, nbytes, here - address))
+        self.areas = Areas(shifts)
+        return ""
+
+
+def _unsafe(fd: int, nbytes: int) -> str:
+    """Why a descriptor of the peer must not be mapped, or ""."""
+    if not is_safe_to_map(fd):
+        return "the peer sent memory that it could still shrink or write through another mapping; refused"
+    size = os.fstat(fd).st_size
+    if size < nbytes:
+        return f"the peer sent {size} bytes of memory and announced {nbytes}; refused"
+    return ""

@@ -1,0 +1,125 @@
+"""Transport ``shm``, the owner's side: gives the descriptors of its areas to readers that may have them.
+
+Strategy: a reader shows the secret of the handshake, and the kernel says whose process it is; the answer is
+one message, with the descriptors or with the reason why not. The connection then stays open, silent: its
+end tells either side that the other has gone.
+Threads: ``welcome`` and the callbacks run on the control thread; ``close`` on any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import threading
+from collections.abc import Sequence
+
+from llm_datadist.devices.shared_memory import SharedArea
+from llm_datadist.transports._meeting import AdoptReader, DropReader, credentials, end
+
+SECRET_NBYTES = 16
+GRANTED = b"\0"
+REFUSED = b"\1"  # the reason follows
+MAX_READERS = 4096  # of one owner: descriptors are finite, and a reader costs one
+
+
+class Giver:
+    """Connections of readers.
+
+    Args:
+        areas: What they are given; open until ``close``.
+        secret: What they must show.
+        adopt_reader: Registers a socket and a callback for "readable" with the control loop.
+        drop_reader: Takes the socket out again.
+    """
+
+    def __init__(
+        self, areas: Sequence[SharedArea], secret: bytes, adopt_reader: AdoptReader, drop_reader: DropReader
+    ) -> None:
+        self._descriptors = [area.fd for area in areas]
+        self._secret = secret
+        self._adopt_reader = adopt_reader
+        self._drop_reader = drop_reader
+        self._lock = threading.Lock()
+        self._readers: dict[socket.socket, bool] = {}  # whether it has been given the areas
+        self._closed = False
+
+    def welcome(self, sock: socket.socket) -> None:
+        """Takes over an accepted connection."""
+        sock.setblocking(False)
+        refusal = whose_refusal(os.geteuid(), credentials(sock)[1])
+        with self._lock:
+            if len(self._readers) >= MAX_READERS:
+                refusal = f"the owner of the memory has {MAX_READERS} readers, which is the most"
+            if not self._closed and not refusal:
+                self._readers[sock] = False
+        if sock not in self._readers:
+            _refuse(sock, refusal)
+            return
+        self._adopt_reader(sock, lambda: self._hear(sock))
+        self._hear(sock)
+
+    def close(self) -> None:
+        """Ends all connections."""
+        with self._lock:
+            self._closed = True
+            readers, self._readers = list(self._readers), {}
+        for sock in readers:
+            self._drop_reader(sock)
+            end(sock)
+
+    def close_after_fork(self) -> None:
+        """In a forked child: closes its copies of the descriptors and touches nothing else."""
+        for sock in self._readers:
+            sock.close()
+
+    def _hear(self, sock: socket.socket) -> None:
+        """Reads what has come: the secret, once; anything after it is the end."""
+        try:
+            message = sock.recv(SECRET_NBYTES + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if message and self._readers.get(sock) is False and self._answer(sock, message):
+            with self._lock:
+                if not self._closed:
+                    self._readers[sock] = True
+            return
+        with self._lock:
+            known = self._readers.pop(sock, None) is not None
+        if known:
+            self._drop_reader(sock)
+            end(sock)
+
+    def _answer(self, sock: socket.socket, secret: bytes) -> bool:
+        if not hmac.compare_digest(secret, self._secret):
+            _say(sock, "the secret that this process shows is not the owner's: its endpoint is out of date")
+            return False
+        try:
+            socket.send_fds(sock, [GRANTED], self._descriptors)
+        except OSError as exc:
+            _say(sock, f"the owner of the memory cannot pass it on: {exc}")
+            return False
+        return True
+
+
+def whose_refusal(owner_uid: int, reader_uid: int) -> str:
+    """Why a process of one user may not read what another's shares, or "". Root may read everything anyhow."""
+    if reader_uid in (owner_uid, 0):
+        return ""
+    return (
+        f"its memory belongs to user id {owner_uid}, the reader runs as {reader_uid}; pools are shared within one "
+        "user, and with root"
+    )
+
+
+def _refuse(sock: socket.socket, reason: str) -> None:
+    _say(sock, reason)
+    end(sock)
+
+
+def _say(sock: socket.socket, reason: str) -> None:
+    with contextlib.suppress(OSError):
+        sock.send(REFUSED + reason.encode())

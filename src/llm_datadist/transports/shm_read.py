@@ -1,0 +1,167 @@
+"""One read of transport ``shm``: a plan copied out of the peer's memory, which is mapped here.
+
+Strategy: source addresses are moved into the mapping once, per tensor; then runs are copied one by one
+where they are long, as units where they are not (``shm_copy``), and by the kernel where neither helps: odd
+sizes, or a busy interpreter.
+Invariant: a copy in user space writes only where this process may write: into areas of its own, or where
+its table of mappings says so. Anywhere else the kernel copies, for which a bad address is an answer; where
+it may not (seccomp), the destination is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import numpy as np
+
+from llm_datadist._core.segments import Segments, matched
+from llm_datadist.devices.cpu import first_unwritable
+from llm_datadist.transports import _libc, shm_copy
+from llm_datadist.transports._one_sided import CALL_NBYTES, OneSidedRead, unwritable
+from llm_datadist.transports.movers import Movers
+from llm_datadist.transports.shm_areas import Areas, Box
+from llm_datadist.transports.shm_memory import PeerMemory
+
+# Measured: the copy of a unit passes through a buffer, that of a run costs a call; even at about 20 KiB.
+LONG_RUN_NBYTES = 24 << 10
+_PATIENT_NBYTES = 4 << 20
+_BATCH_RUNS = 4096
+# Reading the table of mappings takes as long as the faster way saves on this much.
+CHECKED_NBYTES = 16 << 20
+
+
+class ShmRead(OneSidedRead):
+    """A read under way.
+
+    Args:
+        memory: The peer's.
+        own: Areas of ours, which may be written.
+        by_kernel: Whether this process may read itself with ``process_vm_readv``.
+        movers: Who helps.
+        plan: What to read.
+    """
+
+    __slots__ = ("_by_kernel", "_from", "_in_kernel", "_memory", "_own", "_patient", "_to", "_unit")
+
+    def __init__(
+        self, memory: PeerMemory, own: Areas, by_kernel: bool, movers: Movers, plan: Segments
+    ) -> None:
+        super().__init__(memory, movers, plan)
+        self._memory = memory
+        self._own = own
+        self._by_kernel = by_kernel
+        self._in_kernel = False  # all the rest goes that way
+        self._unit = 0  # bytes of a unit; 0: runs as they are
+        self._patient = False  # in user space, however busy the interpreter
+        self._from: shm_copy.Units
+        self._to: shm_copy.Units
+
+    def _begin(self, nbytes: int) -> int:
+        if self._must_stop():
+            return 0
+        run = self._one_run()
+        if run is not None:
+            return self._copy_one(*run, nbytes)
+        box = Box.of(self._source)
+        shifts = self._memory.settle().shifts_of(self._source, box)
+        if shifts is None:
+            self._note(self._memory.beyond(box.low))
+            return 0
+        self._source = self._source.moved(shifts)
+        self._choose(nbytes, Box.of(self._source))
+        return 0
+
+    def _copy_one(self, there: int, here: int, nbytes: int) -> int:
+        shift = self._memory.settle().shift_at(there, nbytes)
+        if shift is None:
+            self._note(self._memory.beyond(there))
+            return 0
+        there += shift
+        if self._own.shift_at(here, nbytes) is not None:
+            ctypes.memmove(here, there, nbytes)
+            return nbytes
+        self._source = self._source.moved(np.array([shift % (1 << 64)], dtype=np.uint64))
+        self._choose(nbytes, Box.of(self._source))
+        if self._fault is not None or not self._by_kernel:
+            return 0
+        return max(0, _libc.read_one(os.getpid(), here, there, nbytes))
+
+    # ---- how -------------------------------------------------------------------------------------
+
+    def _choose(self, nbytes: int, from_box: Box) -> None:
+        """Whether to copy here or in the kernel, and in what pieces; or a fault."""
+        source, destination = self._source, self._destination
+        box = Box.of(destination)
+        if self._own.shifts_of(destination, box) is None and not self._may_write(nbytes, box):
+            return
+        runs = max(len(source.bases) * len(source.offsets), len(destination.bases) * len(destination.offsets))
+        if nbytes >= runs * LONG_RUN_NBYTES:
+            return
+        unit = shm_copy.unit_nbytes((source, from_box), (destination, box))
+        if unit < shm_copy.MIN_UNIT_NBYTES or source.row_nbytes > unit * shm_copy.MAX_ROW_UNITS:
+            self._in_kernel = self._by_kernel
+            return
+        self._unit = self._grain = unit
+        self._from = shm_copy.Units(source, from_box, unit)
+        self._to = shm_copy.Units(destination, box, unit)
+
+    def _may_write(self, nbytes: int, box: Box) -> bool:
+        """Whether a destination in foreign memory may be written from here; else the kernel does, or a fault."""
+        if self._by_kernel and nbytes <= CHECKED_NBYTES:
+            self._in_kernel = True
+            return False
+        if first_unwritable(self._destination.bases + np.uint64(box.offset), box.width) is None:
+            return True
+        if self._by_kernel:  # the hole may be one that the plan spares; if not, this finds the very byte
+            self._in_kernel = True
+            return False
+        return self._may_write_each_run()
+
+    def _may_write_each_run(self) -> bool:
+        destination = self._destination
+        for base in destination.bases.tolist():
+            starts = destination.offsets + np.uint64(base)
+            bad = first_unwritable(starts, destination.lengths)
+            if bad is not None:
+                self._note(unwritable(int(starts[bad])))
+                return False
+        return True
+
+    # ---- moving ----------------------------------------------------------------------------------
+
+    def _move(self, at: int, stop: int) -> int:
+        while at < stop and not self._must_stop():
+            if self._in_kernel:
+                return self._move_by_kernel(os.getpid(), at, stop)
+            at += self._copy_units(at, stop) if self._unit else self._copy_runs(at, stop)
+        return at
+
+    def _copy_units(self, at: int, stop: int) -> int:
+        unit = self._unit
+        first, count = at // unit, min(CALL_NBYTES, stop - at) // unit
+        pace = self._pace(unit)
+        si, di = self._from.indices(first, first + count), self._to.indices(first, first + count)
+        done = shm_copy.copy_units(self._from, si, self._to, di, pace)
+        self._judge(pace)
+        return done * unit
+
+    def _copy_runs(self, at: int, stop: int) -> int:
+        room = min(CALL_NBYTES, stop - at)
+        source, _ = self._source.take_pairs(at, room, _BATCH_RUNS)
+        destination, _ = self._destination.take_pairs(at, room, _BATCH_RUNS)
+        there, here, nbytes = matched(source, destination)
+        pace = self._pace(int(nbytes.sum()) // len(nbytes))
+        done = shm_copy.copy_runs(there, here, nbytes, pace)
+        self._judge(pace)
+        return int(nbytes[:done].sum())
+
+    def _pace(self, piece_nbytes: int) -> shm_copy.Pace:
+        chunk = _PATIENT_NBYTES if self._patient else shm_copy.CHUNK_NBYTES
+        return shm_copy.Pace(chunk // piece_nbytes, self._must_stop, self._patient)
+
+    def _judge(self, pace: shm_copy.Pace) -> None:
+        """Whether to go on in the same way."""
+        if pace.slow:
+            self._in_kernel = self._by_kernel
+            self._patient = not self._by_kernel

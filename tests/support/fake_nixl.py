@@ -1,0 +1,157 @@
+"""NIXL agents that live in one process and copy with memmove: its rules, and what can go wrong with it."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from llm_datadist._core.segments import U64
+from llm_datadist.transports import _nixl
+from llm_datadist.transports._nixl import NixlLost, NixlRefused
+
+Row = tuple[int, int, int]  # start, end, key
+
+
+@dataclass
+class World:
+    """Agents that can reach each other.
+
+    Attributes:
+        held: Transfers do not end while this is set.
+        unreachable: Names of agents that nobody can connect to.
+        before_end: Called when a transfer is looked at.
+        losses: How often a transfer failed.
+    """
+
+    held: threading.Event = field(default_factory=threading.Event)
+    unreachable: set[str] = field(default_factory=set)
+    living: dict[str, FakeAgent] = field(default_factory=dict)
+    made: list[FakeAgent] = field(default_factory=list)
+    keys: Any = field(default_factory=itertools.count)
+    before_end: Any = None
+    losses: int = 0
+
+    def agents(self, name: str, serving: bool) -> FakeAgent:
+        agent = FakeAgent(self, name, serving)
+        self.living[name] = agent
+        self.made.append(agent)
+        return agent
+
+    def readers(self) -> list[FakeAgent]:
+        """Those that live."""
+        return [agent for agent in self.living.values() if not agent.serving]
+
+
+class FakeAgent:
+    """See ``_nixl.Agent``."""
+
+    def __init__(self, world: World, name: str, serving: bool) -> None:
+        self.name = name
+        self.serving = serving
+        self.here: list[tuple[str, Row]] = []
+        self.there: list[tuple[str, Row]] = []
+        self.peers: set[str] = set()
+        self.loads = 0
+        self._world = world
+        self._transfers: dict[int, list[tuple[int, int, int]]] = {}
+
+    def register(self, memory: str, rows: U64) -> None:
+        self._alive()
+        self.here += [(memory, (start, end, next(self._world.keys))) for start, end in rows.tolist()]
+
+    def deregister(self, memory: str, rows: U64) -> None:
+        self._alive()
+        for start, end in rows.tolist():
+            at = next((i for i, (m, r) in enumerate(self.here) if (m, *r[:2]) == (memory, start, end)), None)
+            if at is None:
+                raise NixlRefused("NIXL_ERR_NOT_FOUND")
+            del self.here[at]
+
+    def metadata(self, memory: str, rows: U64, connection: bool) -> bytes:
+        found = []
+        for start, end in rows.tolist():
+            found.append([memory, next(r for m, r in self.here if (m, *r[:2]) == (memory, start, end))])
+        name = self.name.encode()
+        told = json.dumps({"rows": found, "connection": connection}).encode()
+        return _nixl._MAGIC + len(name).to_bytes(8, "little") + name + told
+
+    def load(self, metadata: bytes) -> None:
+        self._alive()
+        name = _nixl.name_in(metadata)
+        told = json.loads(metadata[len(_nixl._MAGIC) + 8 + len(name) :])
+        if told["connection"]:
+            if name in self._world.unreachable:
+                raise NixlRefused("NIXL_ERR_BACKEND")
+            self.peers.add(name)
+        if name not in self.peers:
+            raise NixlRefused("NIXL_ERR_NOT_FOUND")
+        self.loads += 1
+        self.there += [(memory, tuple(row)) for memory, row in told["rows"]]
+
+    def start(self, peer: str, there: tuple[str, U64], here: tuple[str, U64], nbytes: U64) -> int | None:
+        self._alive()
+        copies = []
+        for source, destination, size in zip(
+            there[1].tolist(), here[1].tolist(), nbytes.tolist(), strict=True
+        ):
+            try:
+                row = _row(self.there, there[0], source, size)
+                _row(self.here, here[0], destination, size)
+            except NixlRefused:
+                self._world.losses += 1
+                raise
+            owner = self._world.living.get(peer)
+            if (
+                peer in self._world.unreachable
+                or owner is None
+                or row[2] not in {r[2] for _, r in owner.here}
+            ):
+                self._world.losses += 1
+                raise NixlLost("NIXL_ERR_REMOTE_DISCONNECT")
+            copies.append((destination, source, size))
+        number = next(self._world.keys)
+        self._transfers[number] = copies
+        return number
+
+    def ended(self, transfer: int) -> bool:
+        self._alive()
+        if self._world.before_end is not None:
+            self._world.before_end()
+        if self._world.held.is_set():
+            return False
+        for destination, source, size in self._transfers[transfer]:
+            ctypes.memmove(destination, source, size)
+        return True
+
+    def release(self, transfer: int) -> None:
+        self._alive()
+        del self._transfers[transfer]
+
+    def close(self) -> None:
+        self._world.living.pop(self.name, None)
+
+    def _alive(self) -> None:
+        assert self._world.living.get(self.name) is self, "a destroyed agent is used"
+
+
+def _row(rows: list[tuple[str, Row]], memory: str, start: int, nbytes: int) -> Row:
+    """NIXL's rule: the last row that starts at or before it must hold it.
+
+    Of those that start together NIXL may take any: here the worst, the shortest and oldest.
+    """
+    before = sorted((r for m, r in rows if m == memory and r[0] <= start), key=lambda r: (r[0], -r[1], -r[2]))
+    if not before or before[-1][1] < start + nbytes:
+        raise NixlRefused("NIXL_ERR_NOT_FOUND")
+    return before[-1]
+
+
+def buffer(nbytes: int, fill: int = 0) -> tuple[Any, int]:
+    """An array and its address."""
+    array = np.full(nbytes, fill, dtype=np.uint8)
+    return array, int(array.ctypes.data)

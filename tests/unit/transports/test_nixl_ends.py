@@ -1,0 +1,153 @@
+"""Transport ``nixl`` with agents that are not NIXL's: how reads end, and peers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from llm_datadist.transports.nixl import NixlTransport
+from llm_datadist.transports.seam import FaultKind, Progress, RegistrationRefused, TransportUnavailable
+from tests.support.nixl_rig import SIZE, Rig, kind_of, region
+from tests.support.world import wait_until
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+def test_a_transfer_that_does_not_end_is_cut_after_the_linger_time(rig: Rig) -> None:
+    rig.tell(rig.source, nbytes=SIZE)
+    rig.check()
+    before = set(rig.world.living)
+    rig.world.held.set()
+    rig.here[:] = 0
+    began = time.monotonic()
+    assert kind_of(rig.read(time_s=0.05)) is FaultKind.TIMEOUT
+    assert time.monotonic() - began >= 0.1
+    assert set(rig.world.living) < before, "destroyed, or it would write later"
+    rig.world.held.clear()
+    assert not rig.here.any()
+    rig.check()
+
+
+def test_a_transfer_that_ends_in_the_linger_time_keeps_its_agent(rig: Rig) -> None:
+    rig.tell(rig.source, nbytes=SIZE)
+    rig.check()
+    before = set(rig.world.living)
+    read = rig.channel.read(rig.plan())
+
+    def finish() -> None:
+        rig.world.held.set()
+        if read._fault is not None:
+            rig.world.held.clear()
+
+    rig.world.before_end = finish
+    progress = read.wait(deadline=time.monotonic() + 0.02)
+    assert kind_of(progress) is FaultKind.TIMEOUT
+    assert progress.nbytes == SIZE
+    assert set(rig.world.living) == before
+
+
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_cancel_and_close_end_a_stuck_read(rig: Rig, how: str) -> None:
+    rig.tell(rig.source, nbytes=SIZE)
+    rig.world.held.set()
+    read = rig.channel.read(rig.plan())
+    looked = threading.Event()
+    rig.world.before_end = looked.set
+    answers: list[Progress] = []
+    thread = threading.Thread(target=lambda: answers.append(read.wait(deadline=time.monotonic() + 30)))
+    thread.start()
+    assert looked.wait(10)
+    if how == "cancel":
+        read.cancel("enough")
+    else:
+        rig.channel.close()
+    thread.join(10)
+    assert kind_of(answers[0]) is FaultKind.CANCELLED
+    assert not rig.world.readers()
+    rig.world.held.clear()
+    assert not rig.here.any()
+
+
+def test_what_another_read_has_cut_is_begun_again(rig: Rig) -> None:
+    rig.tell(rig.source, nbytes=2 * SIZE)
+    rig.world.held.set()
+    answers: list[Progress] = []
+    patient = threading.Thread(target=lambda: answers.append(rig.read(SIZE)))
+    patient.start()
+    assert wait_until(lambda: any(agent._transfers for agent in rig.world.readers()), 10)
+    first = rig.world.readers()
+    hasty = rig.channel.read(rig.plan(to=2 * SIZE)).wait(deadline=time.monotonic() + 0.05)
+    assert kind_of(hasty) is FaultKind.TIMEOUT
+    assert wait_until(lambda: any(agent._transfers for agent in rig.world.readers()), 10)
+    assert rig.world.readers() != first
+    rig.world.held.clear()
+    patient.join(10)
+    assert answers == [Progress(SIZE)]
+    assert np.array_equal(rig.here[:SIZE], rig.there[SIZE : 2 * SIZE])
+
+
+def test_an_interrupted_wait_leaves_no_transfer(rig: Rig) -> None:
+    rig.tell(rig.source, nbytes=SIZE)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    rig.world.before_end = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        rig.read()
+    rig.world.before_end = None
+    assert not rig.world.readers()
+    rig.check()
+
+
+def test_a_peer_that_is_gone_is_lost_every_time(rig: Rig) -> None:
+    rig.tell(rig.source, nbytes=SIZE)
+    rig.check()
+    rig.world.unreachable |= {rig.owner._serving.name}
+    rig.here[:] = 0
+    for _ in range(3):
+        assert kind_of(rig.read()) is FaultKind.PEER_LOST
+        assert (
+            kind_of(rig.channel.read_word(rig.source, deadline=time.monotonic() + 9)) is FaultKind.PEER_LOST
+        )
+    assert not rig.here.any()
+    rig.world.unreachable.clear()
+    rig.check()
+
+
+def test_a_peer_that_has_started_again_is_another(rig: Rig) -> None:
+    """Same memory, same address: nothing of the former life reaches it."""
+    rig.tell(rig.source, nbytes=SIZE)
+    rig.check()
+    old = rig.channel
+    rig.owner.close()
+    rig.owner = NixlTransport(lambda n: b"\xee" * n, agents=rig.world.agents)
+    token = rig.owner.register(region(rig.source, nbytes=SIZE))
+    assert kind_of(rig.read()) is FaultKind.PEER_LOST
+    old.admit(token)
+    assert kind_of(rig.read()) is FaultKind.PEER_LOST
+    rig.channel = rig.open()
+    rig.channel.admit(token)
+    rig.check()
+
+
+def test_closed_is_closed(rig: Rig) -> None:
+    rig.tell(rig.source, nbytes=SIZE)
+    rig.channel.close()
+    rig.channel.close()
+    assert kind_of(rig.read()) is FaultKind.CANCELLED
+    rig.reader.close()
+    rig.reader.close()
+    with pytest.raises(TransportUnavailable, match="closed"):
+        rig.open()
+    with pytest.raises(RegistrationRefused, match="closed"):
+        rig.reader.register(region(rig.destination, nbytes=SIZE))
