@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMException
-from llm_datadist._engine.catalog import Catalog
 from llm_datadist._engine.handler import Handler
+from llm_datadist._engine.state import State
 from tests.support.engines import Engines
 from tests.support.pair import SUCCESS
 
@@ -16,12 +16,13 @@ from tests.support.pair import SUCCESS
 @pytest.mark.parametrize("message", ["Grant", "Found", "Announce"])
 @pytest.mark.parametrize("shown", [b"", b"\1" * 8, b"\1" * 7], ids=["none", "one", "seven bytes"])
 def test_addresses_that_are_missing(message: str, shown: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    addresses_for: Any = Catalog.addresses_for
+    shown_to: Any = State.shown_to
 
-    def lie(catalog: Catalog, *args: Any) -> Any:
-        return shown if catalog._state.cluster_id == 1 else addresses_for(catalog, *args)
+    def lie(state: State, *args: Any) -> Any:
+        entry, addresses = shown_to(state, *args)
+        return entry, shown if state.cluster_id == 1 else addresses
 
-    monkeypatch.setattr(Catalog, "addresses_for", lie)
+    monkeypatch.setattr(State, "shown_to", lie)
     if message == "Found":
         monkeypatch.setattr(Handler, "_announced", lambda *_: None)
     with Engines("A" if message == "Grant" else "B", "local") as engines:

@@ -135,7 +135,11 @@ def raw(array: U64) -> Buffer:
 
 
 def selector(
-    part: CacheSlice, cache_id: int, word: GenerationWord, lease: tuple[int, GenerationWord] | None
+    part: CacheSlice,
+    cache_id: int,
+    word: GenerationWord,
+    lease: tuple[int, GenerationWord] | None,
+    more: Iterable[tuple[int, GenerationWord]] = (),
 ) -> bytes:
     """What a peer that serves reads is asked for: the part, and the lease or generation it must still have."""
     count = len(part.indices)
@@ -147,6 +151,7 @@ def selector(
             generation=word.value,
             lease_id=lease[0] if lease else 0,
             lease_value=lease[1].value if lease else 0,
+            more_leases=tuple((lease_id, word.value) for lease_id, word in more),
             first_tensor=part.first_tensor,
             tensor_count=part.tensor_count,
             unit_nbytes=part.unit_nbytes,

@@ -49,6 +49,7 @@ class Wanted(msgspec.Struct, frozen=True):
         word: What says that it is still there, for a reader by address: of the lease, the key, or the cache.
         generation: The word that the owner compares, where it serves the read.
         lease: Its id and word, if there is one.
+        more: Further leases that must hold, of the parts of a push that are read together.
     """
 
     cache: RemoteCache
@@ -56,6 +57,7 @@ class Wanted(msgspec.Struct, frozen=True):
     word: GenerationWord
     generation: GenerationWord
     lease: tuple[int, GenerationWord] | None
+    more: tuple[tuple[int, GenerationWord], ...] = ()
 
 
 def move(peer: Peer, wanted: Wanted, destination: Extents, deadline: float, flight: Flight) -> None:
@@ -79,7 +81,7 @@ def move(peer: Peer, wanted: Wanted, destination: Extents, deadline: float, flig
     way, plan = _choose(peer, wanted, destination, deadline, flight)
     by_address = way.by_address
     if by_address is not None:
-        _check_word(peer, by_address, wanted.word, deadline, begun=False)
+        _check_word(peer, by_address, wanted, deadline, begun=False)
     completion = way.channel.read(plan)
     flight.on_cut(completion.cancel)
     try:
@@ -89,14 +91,14 @@ def move(peer: Peer, wanted: Wanted, destination: Extents, deadline: float, flig
     fault = progress.fault
     if fault is None:
         if by_address is not None:
-            _check_word(peer, by_address, wanted.word, deadline, begun=True)
+            _check_word(peer, by_address, wanted, deadline, begun=True)
         peer.count_in(progress.nbytes)
         return
     flight.check()
     if fault.kind is FaultKind.REFUSED and fault.code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
         raise Stale(fault.text, begun=progress.nbytes > 0)
     if fault.kind is FaultKind.SOURCE and by_address is not None:
-        _check_word(peer, by_address, wanted.word, deadline, begun=True)
+        _check_word(peer, by_address, wanted, deadline, begun=True)
     raise MoveError(fault, progress.nbytes)
 
 
@@ -112,7 +114,7 @@ def _choose(
         if found is None:
             flight.check()
             if way.by_address is not None:  # words are within reach of what reaches anything at all
-                _check_word(peer, way.by_address, wanted.word, deadline, begun=False)
+                _check_word(peer, way.by_address, wanted, deadline, begun=False)
             refusal = cast(PartialChannel, way.channel).refusal if way.caps.partial else ""
             if refusal:
                 raise MoveError(Fault(FaultKind.CHANNEL, refusal), 0)
@@ -123,11 +125,21 @@ def _choose(
         way = found
         if way.caps.one_sided:
             return way, Segments(source, destination)
-    selector = codec.selector(wanted.part, wanted.cache.cache_id, wanted.generation, wanted.lease)
+    selector = codec.selector(
+        wanted.part, wanted.cache.cache_id, wanted.generation, wanted.lease, wanted.more
+    )
     return way, Segments(selector, destination)
 
 
 def _check_word(
+    peer: Peer, channel: OneSidedChannel, wanted: Wanted, deadline: float, *, begun: bool
+) -> None:
+    _check_one(peer, channel, wanted.word, deadline, begun=begun)
+    for _, word in wanted.more:
+        _check_one(peer, channel, word, deadline, begun=begun)
+
+
+def _check_one(
     peer: Peer, channel: OneSidedChannel, word: GenerationWord, deadline: float, *, begun: bool
 ) -> None:
     address, value = word

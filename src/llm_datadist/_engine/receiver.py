@@ -6,6 +6,7 @@ noted on the control thread; planning and moving run on workers, the parts of on
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -27,7 +28,7 @@ from llm_datadist._engine.failures import Context
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.notifications import Notifications
 from llm_datadist._engine.overlapping import check_apart
-from llm_datadist._engine.responder import check_accessible, describe_name
+from llm_datadist._engine.responder import MAX_PARTS_TOGETHER, check_accessible, describe_name
 from llm_datadist._engine.state import State, describe, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._wire.framing import Frame, ProtocolError
@@ -42,6 +43,7 @@ from llm_datadist.status import (
 )
 
 _LOG = logging.getLogger("llm_datadist.engine")
+_TOGETHER_NBYTES = 8 << 20  # a layer that is there is not held up for long by those read with it
 _MAX_OFFERS = 4096  # open at once on one link: more than any sane number of layer-wise tasks
 
 
@@ -138,40 +140,78 @@ class Receiver:
     # ---- moving (workers) ----------------------------------------------------------------------------------
 
     def _work(self, offer: ReceivedOffer) -> None:
-        while True:
-            with offer.lock:
-                if not offer.waiting:
-                    offer.running = False
-                    return
-                message, received_at = offer.waiting.popleft()
-            try:
-                nbytes = self._part(offer, message, received_at if offer.is_push else time.monotonic())
-                self._notify(offer)
-            except LLMException as exc:
-                _reply(offer.link, message, exc.status_code, str(exc))
-            except Exception as exc:
-                _LOG.exception("part %d of a push by %s failed", message.part, describe(offer.link))
-                _reply(
-                    offer.link,
-                    message,
-                    LLMStatusCode.LLM_FAILED,
-                    f"{type(exc).__name__} at the destination: {exc}",
-                )
-            else:
-                _reply(offer.link, message, LLMStatusCode.LLM_SUCCESS, "", nbytes)
+        while parts := self._next(offer):
+            if len(parts) > 1:
+                self._together(offer, [message for message, _ in parts])
+                continue
+            message, received_at = parts[0]
+            self._alone(offer, message, received_at if offer.is_push else time.monotonic())
 
-    def _part(self, offer: ReceivedOffer, message: PartReady, started: float) -> int:
+    def _next(self, offer: ReceivedOffer) -> list[tuple[PartReady, float]]:
+        """The part that is next, and those that wait right behind it; none: the work is over."""
+        with offer.lock:
+            parts: list[tuple[PartReady, float]] = []
+            while offer.waiting and len(parts) < MAX_PARTS_TOGETHER:
+                if parts and offer.waiting[0][0].part != parts[-1][0].part + 1:
+                    break
+                parts.append(offer.waiting.popleft())
+            offer.running = bool(parts)
+        return parts
+
+    def _together(self, offer: ReceivedOffer, messages: list[PartReady]) -> None:
+        """Reads layers that are all there in as few calls as can be; where that fails, one by one tells why.
+
+        Each call of the system is a wait for the GIL where the main thread runs Python without a pause.
+        """
+        at = 0
+        while at < len(messages):
+            try:
+                part_nbytes = self._plan_of(offer).target.row_nbytes * offer.offer.part_tensors
+                some = messages[at : at + max(1, _TOGETHER_NBYTES // part_nbytes)]
+                nbytes = self._read(offer, some, time.monotonic())
+            except Exception:
+                for message in messages[at:]:
+                    self._alone(offer, message, time.monotonic())
+                return
+            each = nbytes // len(some)
+            with contextlib.suppress(LinkLost):
+                for message in some:
+                    offer.link.post(Done(id=message.id, code=LLMStatusCode.LLM_SUCCESS, nbytes=each))
+                offer.link.flush()
+            at += len(some)
+
+    def _alone(self, offer: ReceivedOffer, message: PartReady, started: float) -> None:
+        try:
+            nbytes = self._read(offer, [message], started)
+            self._notify(offer)
+        except LLMException as exc:
+            _reply(offer.link, message, exc.status_code, str(exc))
+        except Exception as exc:
+            _LOG.exception("part %d of a push by %s failed", message.part, describe(offer.link))
+            _reply(
+                offer.link,
+                message,
+                LLMStatusCode.LLM_FAILED,
+                f"{type(exc).__name__} at the destination: {exc}",
+            )
+        else:
+            _reply(offer.link, message, LLMStatusCode.LLM_SUCCESS, "", nbytes)
+
+    def _read(self, offer: ReceivedOffer, messages: list[PartReady], started: float) -> int:
+        """Moves parts that follow each other; returns their bytes."""
         plan = self._plan_of(offer)
-        first = message.part * offer.offer.part_tensors
-        count = min(offer.offer.part_tensors, plan.source.tensor_count - first)
-        if message.part < 0 or count < 1:
-            raise ParamInvalidError(f"part {message.part} of an offer of {plan.source.tensor_count} tensors")
-        deadline = started + max(0, message.time_left_ms) / 1000
+        first = messages[0].part * offer.offer.part_tensors
+        count = min(offer.offer.part_tensors * len(messages), plan.source.tensor_count - first)
+        if messages[0].part < 0 or count <= offer.offer.part_tensors * (len(messages) - 1):
+            raise ParamInvalidError(
+                f"part {messages[-1].part} of an offer of {plan.source.tensor_count} tensors"
+            )
+        deadline = started + max(0, min(message.time_left_ms for message in messages)) / 1000
         source, target = plan.source.tensors(first, count), plan.target.tensors(first, count)
         context = Context(_what(offer), offer.link, started, LLMStatusCode.LLM_TIMEOUT)
         flight = self._begin(offer, plan, target)
         try:
-            self._move(offer, message, source, target, plan.bases, deadline, flight)
+            self._move(offer, messages, source, target, plan.bases, deadline, flight)
         except (Stale, MoveError, LinkLost, TimeoutError) as exc:
             flight.check()
             if isinstance(exc, Stale) and not exc.begun:
@@ -219,7 +259,7 @@ class Receiver:
     def _move(
         self,
         offer: ReceivedOffer,
-        message: PartReady,
+        messages: list[PartReady],
         source: CacheSlice,
         target: CacheSlice,
         bases: U64,
@@ -228,10 +268,10 @@ class Receiver:
     ) -> None:
         destination = target.extents(bases)
         check_apart(self._state, offer.link, offer.source.cache_id, source, destination)
-        lease = codec.word_of(message.lease)
+        lease, *more = ((message.lease_id, codec.word_of(message.lease)) for message in messages)
         move(
             peer_of(offer.link),
-            Wanted(offer.source, source, lease, offer.source.word, (message.lease_id, lease)),
+            Wanted(offer.source, source, lease[1], offer.source.word, lease, tuple(more)),
             destination,
             deadline,
             flight,

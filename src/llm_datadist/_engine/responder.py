@@ -22,6 +22,7 @@ from llm_datadist._wire.messages import Done, Found, Grant, Lookup, ReadRequest,
 from llm_datadist.status import CacheNotExistError, LLMException, LLMStatusCode, ParamInvalidError
 from llm_datadist.transports.seam import Fault, FaultKind
 
+MAX_PARTS_TOGETHER = 64  # of a layer-wise push in one read: more brings nothing, and each is looked up
 _LONGEST_LEASE_S = 24 * 3600.0  # a peer names its own time-out (int32 ms); nobody waits longer than this
 
 
@@ -127,7 +128,7 @@ class Responder:
     def _open(self, link_token: bytes, request: ReadRequest, part: CacheSlice) -> Serving:
         state = self._state
         with state.condition:
-            link, lease, record = self._allowed(link_token, request)
+            link, leases, record = self._allowed(link_token, request)
             flight = Flight(link, (record.cache_id,), serving=True)
             state.flights.begin(flight)
         try:
@@ -136,29 +137,28 @@ class Responder:
         except BaseException:
             state.flights.end(flight)
             raise
-        return Serving(state, extents, flight, lease, request)
+        return Serving(state, extents, flight, leases, request)
 
-    def _allowed(self, link_token: bytes, request: ReadRequest) -> tuple[Link, Lease | None, Record]:
-        """Whose read it is, by which lease, and of what. The caller holds the lock."""
+    def _allowed(self, link_token: bytes, request: ReadRequest) -> tuple[Link, tuple[Lease, ...], Record]:
+        """Whose read it is, by which leases, and of what. The caller holds the lock."""
         self._state.check_open()
         link = self._state.by_token.get(link_token)
         if link is None:
             raise CacheNotExistError("the link of this read is down here")
-        lease = self._lease(link, request)
-        return link, lease, lease.record if lease else self._record(request)
-
-    def _lease(self, link: Link, request: ReadRequest) -> Lease | None:
         if not request.lease_id:
             if self._state.accessible:
-                return None
+                return link, (), self._record(request)
             raise ParamInvalidError("a read without a lease; managed mode needs one")
-        lease = self._state.leases.get(request.lease_id, link.token, time.monotonic())
-        if (
-            lease is None
-            or lease.word.value != request.lease_value
-            or lease.record.cache_id != request.cache_id
-        ):
-            raise CacheNotExistError(f"lease {request.lease_id} on cache {request.cache_id} has ended")
+        if len(request.more_leases) >= MAX_PARTS_TOGETHER:
+            raise ParamInvalidError(f"{len(request.more_leases)} leases more in one read")
+        named = ((request.lease_id, request.lease_value), *request.more_leases)
+        leases = tuple(self._lease(link, request.cache_id, *lease) for lease in named)
+        return link, leases, leases[0].record
+
+    def _lease(self, link: Link, cache_id: int, lease_id: int, value: int) -> Lease:
+        lease = self._state.leases.get(lease_id, link.token, time.monotonic())
+        if lease is None or lease.word.value != value or lease.record.cache_id != cache_id:
+            raise CacheNotExistError(f"lease {lease_id} on cache {cache_id} has ended")
         return lease
 
     def _record(self, request: ReadRequest) -> Record:
@@ -175,12 +175,12 @@ class Serving:
     """One read being served. Implements ``transports.seam.Serving``."""
 
     def __init__(
-        self, state: State, extents: Extents, flight: Flight, lease: Lease | None, request: ReadRequest
+        self, state: State, extents: Extents, flight: Flight, leases: tuple[Lease, ...], request: ReadRequest
     ) -> None:
         self.extents = extents
         self._state = state
         self._flight = flight
-        self._lease = lease
+        self._leases = leases
         self._request = request
 
     def check(self) -> Fault | None:
@@ -189,12 +189,12 @@ class Serving:
         if error is not None:
             return Fault(FaultKind.REFUSED, str(error), error.status_code)
         with self._state.condition:
-            why = self._lease_ended() if self._lease is not None else self._key_moved()
+            why = self._lease_ended() if self._leases else self._key_moved()
         return Fault(FaultKind.REFUSED, why, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST) if why else None
 
     def _lease_ended(self) -> str:
-        lease = self._lease
-        held = lease and self._state.leases.get(lease.lease_id, lease.holder, time.monotonic())
+        now, leases = time.monotonic(), self._state.leases
+        held = all(leases.get(lease.lease_id, lease.holder, now) for lease in self._leases)
         return "" if held else "the lease has ended"
 
     def _key_moved(self) -> str:

@@ -316,6 +316,7 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     lease_id: int = 0
     lease_value: int = 0
+    more_leases: tuple[tuple[int, int], ...] = ()  # (id, value) of others that must hold as well
     first_tensor: int
     tensor_count: int
     unit_nbytes: int

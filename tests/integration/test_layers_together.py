@@ -1,0 +1,87 @@
+"""Layers that are there before the destination gets to them are read together, and answered one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from llm_datadist._engine import receiver
+from llm_datadist._engine.receiver import ReceivedOffer, Receiver
+from llm_datadist._wire.messages import PartReady
+from tests.integration.test_layer_tasks import Calls, Two
+from tests.support.pair import COMBOS, SUCCESS
+from tests.support.world import wait_until
+
+ALL = range(4)
+
+
+@pytest.fixture(params=COMBOS, ids=str)
+def two(request: pytest.FixtureRequest) -> Iterator[Two]:
+    with Two(request.param) as two:
+        yield two
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[[list[PartReady]], None]) -> list[list[int]]:
+    """The parts of each read; the first one begins when all others wait."""
+    reads: list[list[int]] = []
+    real: Any = Receiver._read
+
+    def read(self: Receiver, offer: ReceivedOffer, messages: list[PartReady], started: float) -> int:
+        reads.append([message.part for message in messages])
+        if len(reads) == 1:
+            assert wait_until(lambda: len(offer.waiting) == len(ALL) - 1)
+        before(messages)
+        return int(real(self, offer, messages, started))
+
+    monkeypatch.setattr(Receiver, "_read", read)
+    return reads
+
+
+def test_layers_that_wait_are_read_together(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = watch(monkeypatch, lambda messages: None)
+    task = two.push(Calls(), two.config(0, ALL, ALL))
+    assert task.get_results(5000) == [SUCCESS]
+    assert reads == [[0], [1, 2, 3]]
+    assert two.right(0, ALL, ALL)
+
+
+def test_no_more_together_than_hold_a_layer_up(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "_TOGETHER_NBYTES", 2 * 64 * 2)  # two layers of two blocks
+    reads = watch(monkeypatch, lambda messages: None)
+    task = two.push(Calls(), two.config(0, ALL, ALL))
+    assert task.get_results(5000) == [SUCCESS]
+    assert reads == [[0], [1, 2], [3]]
+    assert two.right(0, ALL, ALL)
+
+
+@pytest.mark.parametrize("withdrawn", [1, 2])
+def test_one_that_was_withdrawn_does_not_take_the_others_along(
+    two: Two, withdrawn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = two.me._engine._state.leases  # type: ignore[union-attr]
+
+    def withdraw(messages: list[PartReady]) -> None:
+        for message in messages:
+            if message.part == withdrawn:
+                (lease,) = [lease for lease in leases.all() if lease.lease_id == message.lease_id] or [None]
+                if lease is not None:
+                    leases.end(lease)
+
+    reads = watch(monkeypatch, withdraw)
+    task = two.push(Calls(), two.config(0, ALL, ALL))
+    assert task.get_results(5000) != [SUCCESS]
+    assert reads[: 2 + withdrawn] == [[0], [1, 2, 3], [1], [2]][: 2 + withdrawn]
+    assert two.memory[2 * withdrawn, 1, 0] != two.into[0][2 * withdrawn, 2, 0]
+    assert (two.into[0][: 2 * withdrawn, 2] == two.memory[: 2 * withdrawn, 1]).all()
+
+
+@pytest.mark.parametrize("two", [c for c in COMBOS if c.backend == "tcp"], ids=str, indirect=True)
+def test_a_read_with_too_many_leases_is_refused(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner bounds what it looks up for one read."""
+    monkeypatch.setattr("llm_datadist._engine.responder.MAX_PARTS_TOGETHER", 2)
+    reads = watch(monkeypatch, lambda messages: None)
+    task = two.push(Calls(), two.config(0, ALL, ALL))
+    assert task.get_results(5000) == [SUCCESS]
+    assert reads == [[0], [1, 2, 3], [1], [2], [3]], "then one by one"
