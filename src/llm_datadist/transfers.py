@@ -7,6 +7,7 @@ checks everything that needs to know a cache or a peer. Threads: any.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from llm_datadist import transfer_requests as requests
@@ -19,6 +20,8 @@ from llm_datadist.transfer_requests import layers_of
 
 if TYPE_CHECKING:
     from llm_datadist._engine.engine import Engine
+
+_PER_LAYER = 2  # the default of tensor_num_per_layer; told by identity, which says int as well
 
 
 class Transfers:
@@ -60,9 +63,10 @@ class Transfers:
                 LLM_WAIT_PROCESS_TIMEOUT, LLM_ENGINE_FINALIZED; LLM_OUT_OF_MEMORY: the data is complete,
                 but the peer's queue of notifications is full.
         """
-        engine = self._live()
+        engine, started = self._live(), monotonic()
         layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
-        engine.pull(requests.pull_cache_request(engine, cache_key, cache, batch_index, size, layers, notify))
+        request = requests.pull_cache_request(engine, cache_key, cache, batch_index, size, layers, notify)
+        engine.pull(request, started)
 
     def pull_blocks(
         self,
@@ -93,11 +97,19 @@ class Transfers:
             ValueError: An integer outside its range.
             LLMException: See :meth:`pull_cache`.
         """
-        engine = self._live()
+        engine, started = self._live(), monotonic()
+        usual = src_layer_range is None and dst_layer_range is None and tensor_num_per_layer is _PER_LAYER
+        if (
+            usual
+            and notify is None
+            and engine.pull_again(src_cache_key, dst_cache, src_blocks, dst_blocks, started)
+        ):
+            return
         layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
-        engine.pull(
-            requests.pull_blocks_request(src_cache_key, dst_cache, src_blocks, dst_blocks, layers, notify)
+        request = requests.pull_blocks_request(
+            src_cache_key, dst_cache, src_blocks, dst_blocks, layers, notify
         )
+        engine.pull(request, started)
 
     # ---- pushes ------------------------------------------------------------------------------------
 

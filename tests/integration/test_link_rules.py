@@ -18,7 +18,19 @@ from llm_datadist._wire import session
 from tests.support import actors
 from tests.support.links import Engine
 from tests.support.netns import namespace
-from tests.support.pair import AT_ONCE, D_ID, P_ID, SUCCESS, Combo, Pair, Shape, about, make_pair, of_model
+from tests.support.pair import (
+    AT_ONCE,
+    D_ID,
+    P_ID,
+    SHM_LATER_IN_A,
+    SUCCESS,
+    Combo,
+    Pair,
+    Shape,
+    about,
+    make_pair,
+    of_model,
+)
 from tests.support.pool import Spawner
 from tests.support.raw_links import RawPeer
 from tests.support.sockets import is_closed_by_peer, refusing_address
@@ -272,6 +284,7 @@ def _states(w: World, state: str, within: float) -> bool:
     return wait_until(lambda: [str(i.state) for i in w.dist.links()] == [state], within)
 
 
+@SHM_LATER_IN_A
 @pytest.mark.rule("4.84", "4.88", "4.89")
 def test_a_peer_that_holds_its_gil_is_silent_and_not_down(pair_a: Pair) -> None:
     """A pull that it should answer waits meanwhile, and goes on when it is heard again."""

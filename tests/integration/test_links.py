@@ -10,7 +10,7 @@ import pytest
 
 from llm_datadist import LLMStatusCode
 from tests.support import actors
-from tests.support.pair import AT_ONCE, D_ID, P_ID, SEED, SUCCESS, Pair, Shape, of_model
+from tests.support.pair import AT_ONCE, D_ID, P_ID, SEED, SHM_LATER, SUCCESS, Pair, Shape, of_model
 from tests.support.pool import Spawner
 from tests.support.world import World, wait_until
 
@@ -83,6 +83,7 @@ def test_l5_the_same_cluster_twice_in_one_call(pair: Pair) -> None:
     assert _listed(pair.d, P_ID)
 
 
+@SHM_LATER
 @pytest.mark.rule("4.24")
 @pytest.mark.parametrize(
     "rounds", [30, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]

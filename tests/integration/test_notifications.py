@@ -9,7 +9,19 @@ import pytest
 from llm_datadist import LLMStatusCode
 from llm_datadist._core.notices import QUEUE_CAPACITY
 from tests.support import actors, notify_actors
-from tests.support.pair import AT_ONCE, D_ID, P_ID, Combo, Pair, Shape, about, by_id, make_pair, of_model
+from tests.support.pair import (
+    AT_ONCE,
+    D_ID,
+    P_ID,
+    SHM_LATER,
+    Combo,
+    Pair,
+    Shape,
+    about,
+    by_id,
+    make_pair,
+    of_model,
+)
 from tests.support.pool import Spawner
 from tests.support.slow import slow_pair
 from tests.support.world import World
@@ -95,6 +107,7 @@ def test_a_failed_pull_notifies_nobody(pair: Pair) -> None:
     assert pair.p.call(notify_actors.get_notifies) == []
 
 
+@SHM_LATER
 @pytest.mark.rule("4.101", "4.102")
 def test_a_full_queue_refuses_while_the_data_is_complete(pair: Pair) -> None:
     pair.up(timeout_ms=5000)

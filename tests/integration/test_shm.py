@@ -7,6 +7,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from llm_datadist import LLMException, LLMStatusCode
 from llm_datadist.devices.pool_memory import available_nbytes
+from llm_datadist.transports import shm_owner
 from tests.support import actors, allocated
 from tests.support.memory import FILL, PAGE
 from tests.support.pair import (
@@ -43,6 +45,7 @@ LARGE = Shape(tensors=4, dim0=1 << 14, stride=4096)  # 256 MiB in small blocks: 
 WHOLE = list(range(LARGE.dim0))
 MODES = pytest.mark.parametrize("mode", ["A", "B"])
 UNTOUCHED = 0x5A
+ALONE: dict[str, str | None] = {"LLM_DATADIST_TESTS": "a process of its own"}
 
 
 @pytest.fixture
@@ -181,7 +184,6 @@ def test_f1_a_forked_child_keeps_no_owner_alive(mode_pair: Pair) -> None:
         pair.p.kill()
         late = pair.pull_blocks([3], [4])
         assert late.code in (FAILED, NOT_YET) and late.elapsed < AT_ONCE, late
-        pair.blocks_right([1], [2])
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -302,6 +304,40 @@ def test_pools_by_shm_and_the_rest_by_tcp_where_ptrace_is_refused(
     assert "local: process_vm_readv" in reasons and "tcp: chosen for the rest" in reasons
     _two_sources(pair)
     _both_are_read(pair)
+
+
+def _refuse_readers(w: World) -> None:
+    shm_owner.MAX_READERS = 0
+
+
+def _leave_no_descriptors(w: World) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    taken = w.extras["descriptors"] = contextlib.ExitStack()
+    with contextlib.suppress(OSError):
+        while True:
+            taken.callback(os.close, os.dup(0))
+
+
+@MODES
+def test_what_an_owner_refuses_after_the_handshake_goes_by_local(spawn: Spawner, mode: str) -> None:
+    p = spawn(env=ALONE)
+    p.call(_refuse_readers)
+    pair = Pair(p, spawn(), Combo(mode, "auto")).up(**POOL)
+    _two_sources(pair)
+    _both_are_read(pair)
+    transport, reasons = _chosen(pair)
+    assert transport == "shm+local"
+    assert "shm: not in use: the peer refused: the owner of the memory has 0 readers" in reasons
+
+
+def test_a_reader_without_descriptors_is_told_so(spawn: Spawner) -> None:
+    pair = Pair(spawn(), spawn(env=ALONE), Combo("B", "shm")).up()
+    pair.source()
+    pair.destination()
+    pair.d.call(_leave_no_descriptors)
+    pair.pull_blocks([1], [2]).expect(FAILED, "out of descriptors")
+    pair.unchanged()
 
 
 # ---- large pools -----------------------------------------------------------------------------------------------

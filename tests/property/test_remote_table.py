@@ -39,7 +39,9 @@ class TableMachine(RuleBasedStateMachine):
         cache = RemoteCache(
             cache_id, Layout(1, 4, 4), False, word, np.empty(0, np.uint64), tuple(keys.items()), words
         )
+        version = self.table.version
         self.table.put(cache, more_keys=more_keys)
+        assert self.table.version > version
         if not more_keys:
             self.forget(cache_id)
         self.caches[cache_id] = cache
@@ -47,7 +49,9 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(cache_id=st.sampled_from(IDS))
     def withdraw(self, cache_id: int) -> None:
+        version = self.table.version
         self.table.drop(cache_id)
+        assert self.table.version > version
         self.forget(cache_id)
 
     def forget(self, cache_id: int) -> None:

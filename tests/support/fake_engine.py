@@ -75,7 +75,10 @@ class FakeEngine:
     def copy(self, request: Any) -> None:
         self.calls.append(("copy", request))
 
-    def pull(self, request: Any) -> None:
+    def pull_again(self, key: Any, cache: Any, src_blocks: Any, dst_blocks: Any, started: float) -> bool:
+        return False
+
+    def pull(self, request: Any, started: float) -> None:
         self.calls.append(("pull", request))
 
     def push(self, request: Any) -> None:

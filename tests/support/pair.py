@@ -48,6 +48,16 @@ TWO_COMBOS = [
 ]
 
 
+def _shm_later(name: str, combos: list[Combo]) -> pytest.MarkDecorator:
+    slow = [pytest.param(c, marks=pytest.mark.slow) if c.backend == "shm" else c for c in combos]
+    return pytest.mark.parametrize(name, slow, ids=str, indirect=True)
+
+
+# For long tests of what pool memory does not touch: there it is for `make test-long`. By fixture.
+SHM_LATER = _shm_later("combo", COMBOS)
+SHM_LATER_IN_A = _shm_later("combo_a", MODE_A)
+
+
 @dataclass
 class Shape:
     """What a source or a destination looks like."""

@@ -105,7 +105,8 @@ class Peer:
         env: dict[str, str | None] | None = None,
         python: str = sys.executable,
     ) -> None:
-        self.plain = not prefix and not env and python == sys.executable
+        self.env = dict(env or {})
+        self.plain = not prefix and python == sys.executable
         ours, theirs = socket.socketpair()
         values = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
         values |= {"OPENBLAS_NUM_THREADS": "1", **{k: v for k, v in (env or {}).items() if v is not None}}

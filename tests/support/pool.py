@@ -11,22 +11,33 @@ _idle: list[Peer] = []
 
 
 class Spawner:
-    """Peers of one test. ``spawner()`` gives a warm one, ``spawner(prefix=…)`` one of its own."""
+    """Peers of one test. ``spawner()`` gives a warm one, ``spawner(prefix=…)`` one of its own.
 
-    def __init__(self) -> None:
+    Args:
+        env: What all of them have in their environment.
+    """
+
+    def __init__(self, env: dict[str, str | None] | None = None) -> None:
+        self._env = dict(env or {})
         self._mine: list[Peer] = []
 
     def __call__(self, **how: Any) -> Peer:
-        while not how and _idle:
-            peer = _idle.pop()
-            if peer.alive:
-                self._mine.append(peer)
-                return peer
-            peer.close()
-        peer = Peer(**how)
+        peer = None if how else self._warm()
+        if peer is not None:
+            self._mine.append(peer)
+            return peer
+        peer = Peer(**{**how, "env": {**self._env, **(how.get("env") or {})}})
         self._mine.append(peer)
         peer.call(actors.ready)
         return peer
+
+    def _warm(self) -> Peer | None:
+        for peer in [peer for peer in _idle if peer.env == self._env]:
+            _idle.remove(peer)
+            if peer.alive:
+                return peer
+            peer.close()
+        return None
 
     def close(self) -> list[str]:
         """Takes the peers back; what any of them did not give back."""
@@ -36,7 +47,7 @@ class Spawner:
                 peer.close()
                 continue
             left = _reset(peer)
-            if left == "" and peer.plain:
+            if left == "" and peer.plain and peer.env == self._env:
                 _idle.append(peer)
                 continue
             peer.close()

@@ -75,15 +75,15 @@ def shm_endpoint(
 
 
 @contextlib.contextmanager
-def unix_listener(prefix: bytes, *, full: bool = False) -> Iterator[bytes]:
+def unix_listener(prefix: bytes, *, full: bool = False, kind: int = socket.SOCK_STREAM) -> Iterator[bytes]:
     """The name of an abstract UNIX socket of this process; ``full``: with no room in its queue."""
     name = prefix + os.urandom(8).hex().encode()
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
         listener.bind(name)
         listener.listen(0 if full else 8)
         while full:
-            filler = stack.enter_context(socket.socket(socket.AF_UNIX))
+            filler = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
             filler.setblocking(False)
             try:
                 filler.connect(name)

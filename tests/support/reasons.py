@@ -1,11 +1,19 @@
-"""Every text in the source that says why a transport is not used, as a template: ``{}`` where a value stands."""
+"""Every text in the source that says why a transport is not used, and the register of what forces them.
+
+A text is a template: ``{}`` where a value stands.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
+
+from tests.support.pool import Spawner
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "llm_datadist"
 TRANSPORTS = ("shm*.py", "_meeting.py", "local*.py", "tcp*.py")  # nixl's are forced by its own tests
@@ -21,6 +29,28 @@ MAKERS = {
 # What a transport may raise without saying it there; each is made in one of the above.
 PASSED_ON = {"refusal", "memory.reason", "_refusal(peer.pid, -got)"}
 _NO_REFUSAL = (": chosen", ": {}")  # the lines that selection makes of a reason
+
+
+@dataclass
+class Stage:
+    """What is needed to force a reason."""
+
+    spawn: Spawner
+    patch: pytest.MonkeyPatch
+
+
+Force = Callable[[Stage], str]
+FORCED: dict[str, tuple[Force, ...]] = {}
+
+
+def forces(template: str) -> Callable[[Force], Force]:
+    """Registers what makes a text appear and returns all that users are told."""
+
+    def keep(force: Force) -> Force:
+        FORCED[template] = (*FORCED.get(template, ()), force)
+        return force
+
+    return keep
 
 
 def templates() -> set[str]:

@@ -43,8 +43,13 @@ class Found(NamedTuple):
 
 @dataclass(slots=True)
 class RemoteTable:
-    """The peer's remote-accessible caches by id and by key."""
+    """The peer's remote-accessible caches by id and by key.
 
+    Attributes:
+        version: Another one after every change.
+    """
+
+    version: int = field(default=0, compare=False)
     _caches: dict[int, RemoteCache] = field(default_factory=dict)
     _bound: dict[KeyName, tuple[int, int, GenerationWord]] = field(default_factory=dict)
     _names: dict[int, list[KeyName]] = field(default_factory=dict)
@@ -56,6 +61,7 @@ class RemoteTable:
             cache: The cache as announced.
             more_keys: Its keys come on top of those that it has here.
         """
+        self.version += 1
         if not more_keys:
             self.drop(cache.cache_id)
         self._caches[cache.cache_id] = cache
@@ -66,6 +72,7 @@ class RemoteTable:
 
     def drop(self, cache_id: int) -> None:
         """Forgets a cache."""
+        self.version += 1
         self._caches.pop(cache_id, None)
         for name in self._names.pop(cache_id, ()):
             if self._bound.get(name, (0,))[0] == cache_id:

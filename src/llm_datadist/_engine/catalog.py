@@ -28,7 +28,8 @@ from llm_datadist.status import CacheNotExistError, ParamInvalidError
 _LOG = logging.getLogger("llm_datadist.cache")
 _KEYS_A_FRAME = 8192  # about 100 bytes each on the wire, against 4 MiB that a message may have
 _LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
-_SETTLE_S = 0.1  # for a peer's answer, also when the time of the call is over
+_LOST_S = 1.0  # for a peer to notice the end of its link, and to give up what it was reading
+_SETTLE_S = 2.0  # for a peer to end a read that is cut off: it may have to give up a connection for that
 _LONGEST_WAIT_S = 60.0  # of one wait; the end of what is waited for wakes earlier
 
 
@@ -138,7 +139,7 @@ class Catalog:
             return
         flush(told)
         if self._wait_unused(cache_id, deadline) or self._cut_off(cache_id):
-            self._settle_readers(cache_id, deadline)
+            self._settle_readers(cache_id)
             self._free(cache_id)
             return
         _LOG.warning("cache %d is still in use %g s after it was cut off", cache_id, _LAST_BYTES_S)
@@ -154,6 +155,7 @@ class Catalog:
         if record is None:
             return None
         self._state.clear_word(record.word)
+        self._state.forget_routes(cache_id)
         return self._withdraw(record)
 
     def free_when_unused(self, cache_id: int) -> None:
@@ -161,14 +163,20 @@ class Catalog:
         self._wait_unused(cache_id, math.inf)
         self._free(cache_id)
 
-    def _settle_readers(self, cache_id: int, deadline: float) -> None:
-        """A read that nobody here sees, by an engine that does not forgive memory that goes: waits for its end."""
+    def _settle_readers(self, cache_id: int) -> None:
+        """Reads that nobody here sees, by an engine that does not forgive memory that goes, are to end now.
+
+        They fail in any case: the words that they look at last are cleared.
+        """
         state = self._state
         if not state.regions.has(cache_id):
             return
-        names = {name for name, caps in state.caps.items() if caps.needs_registration}
-        readers = [link for link in state.links.links() if not names.isdisjoint(link.peer_reads_by)]
-        left = settle(readers, max(deadline, time.monotonic() + _SETTLE_S))
+        readers = [link for link in state.links.links() if state.is_read_registered(link)]
+        left = settle(readers, time.monotonic() + _SETTLE_S, cache_id)
+        now = time.monotonic()
+        lost_at = now if any(link.down_reason for link in readers) else state.reader_lost_at
+        with state.condition:  # those that cannot be asked any more
+            state.condition.wait_for(lambda: state.closed is not None, max(0.0, lost_at + _LOST_S - now))
         if left:
             _LOG.warning(
                 "cache %d is given back although %s may still be reading it; keep its memory mapped until that link "
@@ -247,6 +255,7 @@ class Catalog:
         fresh = replace(record, word=state.new_word())
         state.registry.replace(fresh)
         state.clear_word(record.word)
+        state.forget_routes(record.cache_id)
         for lease in state.leases.of_cache(record.cache_id):
             state.leases.end(lease)
         state.condition.notify_all()

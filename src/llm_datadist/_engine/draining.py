@@ -19,7 +19,7 @@ from llm_datadist._engine.settling import settle
 from llm_datadist._engine.state import State, describe, tell
 from llm_datadist._link.link import Link
 from llm_datadist._wire.messages import Done, Settle
-from llm_datadist.status import LinkBusyError, LLMStatusCode
+from llm_datadist.status import CacheNotExistError, LinkBusyError, LLMStatusCode
 
 _GRACE_S = 0.1  # after the time, for the work to say what is still in flight
 _LONGEST_WAIT_S = 3600.0  # of one look; what ends wakes us
@@ -51,10 +51,17 @@ class Draining:
 
     def settle_asked(self, link: Link, message: Settle) -> None:
         """Answers when the transfers under way on this link have ended. Not for the control thread."""
-        state = self._state
+        state, cache_id = self._state, message.cache_id
         deadline = time.monotonic() + max(0, message.time_left_ms) / 1000
+
+        def is_meant(flight: Flight) -> bool:
+            return flight.uses(link) and (flight.reads == cache_id if cache_id else not flight.serving)
+
+        if cache_id:
+            text = f"{describe(link)}: its owner withdrew cache {cache_id} while it was being read"
+            state.flights.cut(is_meant, CacheNotExistError(f"{text}; register it there (again), then retry"))
         with state.condition:
-            begun = set(state.flights.where(lambda f: f.uses(link) and not f.serving))
+            begun = set(state.flights.where(is_meant))
             left = max(0.0, min(deadline - time.monotonic(), _LONGEST_WAIT_S))
             ended = state.condition.wait_for(lambda: not state.flights.where(begun.__contains__), left)
         code = LLMStatusCode.LLM_SUCCESS if ended else LLMStatusCode.LLM_LINK_BUSY

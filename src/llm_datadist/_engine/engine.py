@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from llm_datadist._core.notices import Notice
 from llm_datadist._core.options import Options
@@ -29,6 +30,7 @@ from llm_datadist._engine.catalog import Catalog
 from llm_datadist._engine.comms import Comms
 from llm_datadist._engine.copying import Copier
 from llm_datadist._engine.draining import Draining
+from llm_datadist._engine.express import Express
 from llm_datadist._engine.handler import Handler
 from llm_datadist._engine.initiator import Initiator
 from llm_datadist._engine.layerwise import LayerPusher
@@ -68,6 +70,7 @@ class Engine:
         self._catalog = Catalog(state)
         self._notifications = Notifications(state)
         self._initiator = Initiator(state, self._notifications)
+        self._express = Express(state)
         self._pusher = Pusher(state)
         self._layer_pusher = LayerPusher(state)
         self._linking = Linking(state)
@@ -224,9 +227,14 @@ class Engine:
         """See ``Copier.copy``."""
         self._copier.copy(request)
 
-    def pull(self, request: PullCache | PullBlocks) -> None:
+    def pull_again(self, key: Any, cache: Any, src_blocks: Any, dst_blocks: Any, started: float) -> bool:
+        """See ``Express.pull``."""
+        return self._express.pull(key, cache, src_blocks, dst_blocks, started)
+
+    def pull(self, request: PullCache | PullBlocks, started: float) -> None:
         """See ``Initiator.pull``."""
-        self._initiator.pull(request)
+        self._initiator.pull(request, started)
+        self._express.learn(request)
 
     def push(self, request: PushCache | PushBlocks) -> None:
         """See ``Pusher.push``."""

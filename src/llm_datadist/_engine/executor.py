@@ -7,8 +7,6 @@ leaves here as Stale or MoveError; the callers turn that into status codes.
 
 from __future__ import annotations
 
-from typing import cast
-
 import msgspec
 
 from llm_datadist._core.layout import CacheSlice
@@ -20,7 +18,7 @@ from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.state import Peer
 from llm_datadist._engine.ways import Way, way_for
 from llm_datadist.status import LLMStatusCode, ParamInvalidError
-from llm_datadist.transports.seam import Fault, FaultKind, OneSidedChannel, PartialChannel
+from llm_datadist.transports.seam import Fault, FaultKind, OneSidedChannel
 
 
 class Stale(Exception):  # noqa: N818 - a fact, not an error of this code
@@ -78,6 +76,14 @@ def move(peer: Peer, wanted: Wanted, destination: Extents, deadline: float, flig
     """
     if not destination.nbytes:
         return
+    flight.reads = wanted.cache.cache_id  # before a look at the word: its owner clears it, then asks
+    try:
+        _move(peer, wanted, destination, deadline, flight)
+    finally:
+        flight.reads = 0
+
+
+def _move(peer: Peer, wanted: Wanted, destination: Extents, deadline: float, flight: Flight) -> None:
     way, plan = _choose(peer, wanted, destination, deadline, flight)
     by_address = way.by_address
     if by_address is not None:
@@ -110,14 +116,19 @@ def _choose(
     way = peer.ways[0]
     if peer.by_address:
         source = wanted.part.extents(wanted.cache.addresses)
-        found = way_for(peer.ways, source, wanted.cache.token)
+        found = way_for(peer.ways, source, wanted.cache.token, destination)
+        came = found is not None or not way.refusal
+        if not came:
+            came = way.settle(deadline)
+            found = way_for(peer.ways, source, wanted.cache.token, destination)
         if found is None:
             flight.check()
+            # Before the word: an owner that has refused has closed the connection as well.
+            refusal = way.refusal
+            if refusal:
+                raise MoveError(Fault(FaultKind.CHANNEL if came else FaultKind.TIMEOUT, refusal), 0)
             if way.by_address is not None:  # words are within reach of what reaches anything at all
                 _check_word(peer, way.by_address, wanted, deadline, begun=False)
-            refusal = cast(PartialChannel, way.channel).refusal if way.caps.partial else ""
-            if refusal:
-                raise MoveError(Fault(FaultKind.CHANNEL, refusal), 0)
             raise ParamInvalidError(
                 f"cache {wanted.cache.cache_id} of the peer is not in memory that {peer.transport} reaches; have it "
                 "allocated there (allocate_cache, allocate_blocks_cache), or leave transfer_backend at 'auto'"

@@ -43,11 +43,11 @@ class Context:
         """The transfer and its peer."""
         return f"{self.what}, {describe(self.link)}"
 
-    def timed_out(self) -> TransferTimeoutError:
+    def timed_out(self, why: str = "") -> TransferTimeoutError:
         """The time of the call is over."""
         elapsed = (time.monotonic() - self.started) * 1000
         return TransferTimeoutError(
-            f"{self.where}: not complete after {elapsed:.0f} ms; raise sync_kv_timeout, or see "
+            f"{self.where}: not complete after {elapsed:.0f} ms{why and f' ({why})'}; raise sync_kv_timeout, or see "
             "whether the peer is alive (check_link_status, links())",
             status_code=self.timeout_code,
         )
@@ -90,7 +90,7 @@ class Context:
     def _moved(self, fault: Fault) -> LLMException:
         match fault.kind:
             case FaultKind.TIMEOUT:
-                return self.timed_out()
+                return self.timed_out(fault.text)
             case FaultKind.REFUSED:
                 return self.refused(fault.code, fault.text)
             case FaultKind.DESTINATION:

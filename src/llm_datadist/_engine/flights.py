@@ -26,15 +26,17 @@ class Flight:
     Attributes:
         serving: A peer reads through us, nothing is written here.
         thread: The caller's thread that it keeps busy; None if it keeps none.
+        reads: The peer's cache that it is reading now; 0: none.
     """
 
-    __slots__ = ("_cancel", "_link", "cache_ids", "error", "serving", "thread")
+    __slots__ = ("_cancel", "_link", "cache_ids", "error", "reads", "serving", "thread")
 
     def __init__(self, link: Link | None, cache_ids: tuple[int, ...], *, serving: bool = False) -> None:
         self._link = link
         self.cache_ids = cache_ids
         self.serving = serving
         self.thread: int | None = None
+        self.reads = 0
         self.error: LLMException | None = None
         self._cancel: Callable[[str], None] | None = None
 
@@ -92,8 +94,9 @@ class Flight:
 class Flights:
     """All flights of an engine."""
 
-    def __init__(self, condition: threading.Condition) -> None:
-        self._condition = condition
+    def __init__(self, lock: threading.Lock, condition: threading.Condition) -> None:
+        self._lock = lock
+        self._condition = condition  # of that lock
         self._all: set[Flight] = set()
 
     def begin(self, flight: Flight) -> Flight:
@@ -102,8 +105,10 @@ class Flights:
         return flight
 
     def end(self, flight: Flight) -> None:
-        """Takes it out and wakes who waits. The caller does not hold the lock."""
-        with self._condition:
+        """Takes it out and wakes who waits; nothing if it is out. The caller does not hold the lock."""
+        with (
+            self._lock
+        ):  # not by the condition, whose ``__enter__`` an interrupt may leave with the lock taken
             self._all.discard(flight)
             self._condition.notify_all()
 

@@ -6,6 +6,7 @@ Runs on the control thread: everything that may block is handed to a worker.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from llm_datadist._engine import codec
@@ -122,6 +123,9 @@ class Handler:
                 del state.by_token[link.token]
             for lease in state.leases.of_holder(link.token):
                 state.leases.end(lease)
+            peer.routes.clear()
+            if state.is_read_registered(link) and not peer.unlinked:
+                state.reader_lost_at = time.monotonic()
             state.condition.notify_all()
         state.flights.cut(
             lambda f: f.uses(link),
@@ -187,8 +191,9 @@ class Handler:
             self._linking.unlink_asked(link, message)  # does not wait, and a later Unlink must find it done
         elif isinstance(message, Unlink):
             submit(("unlink", link), lambda: self._linking.unlink_asked(link, message))
-        else:
-            submit(("settle", link), lambda: self._draining.settle_asked(link, message))
+        else:  # one that frees memory does not wait for the turn of a drain
+            key = ("settle", link, message.cache_id > 0)
+            submit(key, lambda: self._draining.settle_asked(link, message))
 
     def _announced(self, link: Link, frame: Frame, message: Announce) -> None:
         if not self._state.accessible:

@@ -56,8 +56,8 @@ class Initiator:
         self._state = state
         self._notifications = notifications
 
-    def pull(self, request: PullCache | PullBlocks) -> None:
-        """Pulls, or raises; returns within sync_kv_timeout.
+    def pull(self, request: PullCache | PullBlocks, started: float) -> None:
+        """Pulls, or raises; returns within sync_kv_timeout of ``started``.
 
         Raises:
             CacheNotExistError: The local cache, or what the key names at the peer.
@@ -68,7 +68,6 @@ class Initiator:
             LLMException: LLM_FAILED, the peer's memory cannot be read.
             OutOfMemoryError: The data is complete, but the peer has no room for the notification.
         """
-        started = time.monotonic()
         record = self.check(request)
         self.run(request, record, self.begin(request, record), started)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from llm_datadist._engine.state import Peer, State, describe, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost
@@ -155,6 +155,7 @@ class Linking:
             if said in _STAYS:
                 peer.closing = False
                 return _STAYS[said]
+            peer.unlinked = said == LLMStatusCode.LLM_SUCCESS
         self._drop(link, "unlinked", tell=False)
         return code
 
@@ -214,13 +215,20 @@ def _in_parallel(cluster_ids: Sequence[int], one: Callable[[int], LLMStatusCode]
     return codes
 
 
+def _since_then(peer: Peer) -> Iterator[str]:
+    """Why what was chosen is not in use (yet)."""
+    for way in peer.ways:
+        if refusal := way.refusal:
+            yield f"{way.name}: not in use: {refusal}"
+
+
 def _info(link: Link) -> LinkInfo:
     peer: Peer = peer_of(link)
     return LinkInfo(
         cluster_id=link.cluster_id,
         address=link.address,
         transport=peer.transport,
-        reasons=peer.reasons,
+        reasons=(*peer.reasons, *_since_then(peer)),
         state=link.state,
         since=link.since,
         bytes_in=peer.bytes_in,

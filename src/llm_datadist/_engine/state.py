@@ -7,6 +7,7 @@ logs user objects or calls back happens under it: decide under the lock, act out
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import threading
 from collections import Counter
@@ -21,6 +22,7 @@ from llm_datadist._engine import codec
 from llm_datadist._engine.flights import Flights
 from llm_datadist._engine.pools import Pools
 from llm_datadist._engine.regions import Regions
+from llm_datadist._engine.routes import Routes
 from llm_datadist._engine.ways import Way
 from llm_datadist._engine.workers import Workers
 from llm_datadist._link.link import Link, LinkLost
@@ -52,6 +54,7 @@ class Peer:
     )
     words: WordChannel | None = None  # on which words are read faster than on the way of the bytes
     table: RemoteTable = field(default_factory=RemoteTable)
+    routes: Routes = field(default_factory=Routes)
     offers: dict[int, object] = field(default_factory=dict)
     closing: bool = False  # an unlink is being agreed: no new transfers of ours
     unlinked: bool = False  # the peer was told that it may drop the link
@@ -133,7 +136,7 @@ class State:
         self.slab = Slab()
         self.registry = Registry(self.new_word, self.clear_word)
         self.leases = Leases(self.new_word, self.clear_word)
-        self.flights = Flights(self.condition)
+        self.flights = Flights(self.lock, self.condition)
         self.workers = Workers("llm-datadist-worker")
         self.pools = Pools(options.pools)
         self.regions = Regions()
@@ -145,6 +148,7 @@ class State:
         self.life = object()  # handles of an earlier life are refused
         self.closed: LLMException | None = None
         self.draining = False  # for good: nothing new begins any more
+        self.reader_lost_at = -math.inf  # when a link went down by which our memory may still be read
         self.comm_holds: Counter[int] = Counter()  # comms that want the link to a cluster
         self.comms_alive = 0
         self.on_link_change: Callable[[int], None] = lambda cluster_id: None  # control thread; must not block
@@ -167,6 +171,15 @@ class State:
     def clear_word(self, word: GenerationWord) -> None:
         """Readers that compare it from now on see that it has changed."""
         self.slab.release(word.address)
+
+    def is_read_registered(self, link: Link) -> bool:
+        """Whether the peer reads by an engine that knows our memory by registration."""
+        return any(caps.needs_registration and name in link.peer_reads_by for name, caps in self.caps.items())
+
+    def forget_routes(self, cache_id: int) -> None:
+        """No route leads into that cache of ours any more. The caller holds the lock."""
+        for link in self.by_token.values():
+            peer_of(link).routes.forget(cache_id)
 
     def run_callbacks(self, job: Callable[[], None]) -> None:
         """Runs code of the user's here, or on a worker when here is the control thread, which it would hold up."""

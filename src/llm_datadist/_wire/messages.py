@@ -122,10 +122,14 @@ class Unlink(Message, frozen=True, kw_only=True):
 
 
 class Settle(Message, frozen=True, kw_only=True):
-    """Answered by Done once every transfer of the receiver's callers on this link that was under way has ended."""
+    """Answered by Done once every transfer of the receiver's callers on this link that was under way has ended.
+
+    ``cache_id``: only those that read this cache of the sender, which are cut off; 0: all, in their own time.
+    """
 
     id: int
     time_left_ms: int
+    cache_id: int = 0
 
 
 class Done(Message, frozen=True, kw_only=True):

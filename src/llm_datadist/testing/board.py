@@ -70,15 +70,27 @@ class Board:
 
     def close(self) -> None:
         """Unmaps the memory of both sides."""
+        self.close_here()
+        for base, source in zip(self.bases, self._sources, strict=True):
+            self.pair.unmap(base, max(1, len(source)))
+
+    def close_here(self) -> None:
+        """Unmaps this side's: all there is when the owner has gone."""
         del self._all
         self._forget()
         self.memory.close()
-        for base, source in zip(self.bases, self._sources, strict=True):
-            self.pair.unmap(base, max(1, len(source)))
 
     def refill(self) -> None:
         """Makes every byte here ``FILL``."""
         self._all.fill(FILL)
+
+    def whole_source(self) -> Extents:
+        """All of the owner's tensors, which are of one size."""
+        return extents(self.bases, [(0, len(self._sources[0]))])
+
+    def whole_destination(self) -> Extents:
+        """As much of the tensors here."""
+        return extents(self.here, [(0, len(self._sources[0]))])
 
     def plan(self, src: Runs, dst: Runs) -> Segments:
         """The same ranges of each tensor."""
@@ -91,13 +103,20 @@ class Board:
 
     def check_read(self, src: Runs, dst: Runs) -> None:
         """Reads, and compares every byte here with the model; then all is ``FILL`` again."""
-        progress = self.read(src, dst)
+        self._check(self.read(src, dst), sum(n for _, n in dst) * len(self.here), self._moved(src, dst))
+
+    def check_moved(self, src: Runs, dst: Runs) -> None:
+        """The same for a read that was done in another way."""
+        check_same(self._all, self._moved(src, dst))
+        self.refill()
+
+    def _moved(self, src: Runs, dst: Runs) -> Bytes:
         expected = self._blank()
         for start, source in zip(self._starts, self._sources, strict=True):
             stream = np.concatenate([source[at : at + n] for at, n in src] or [source[:0]])
             for at, n in dst:
                 expected[start + at : start + at + n], stream = stream[:n], stream[n:]
-        self._check(progress, sum(n for _, n in dst) * len(self.here), expected)
+        return expected
 
     def check_blocks(self, src: NDArray[np.int64], dst: NDArray[np.int64], size: int) -> None:
         """The same for blocks of ``size`` bytes; here each is followed by a byte that must not change."""

@@ -52,6 +52,32 @@ def read_pairs(pid: int, destination: U64, source: U64) -> int:
     return done if done >= 0 else -ctypes.get_errno()
 
 
+class RepeatedRead:
+    """``read_pairs`` of the same two arrays, whose contents may change from call to call. One thread at a time.
+
+    Args:
+        pid: Whose memory is read; our own is allowed.
+        destination: (n, 2) uint64 rows of (address, nbytes) here, n at most IOV_MAX.
+        source: The same there.
+    """
+
+    __slots__ = ("_arguments", "_pairs")
+
+    def __init__(self, pid: int, destination: U64, source: U64) -> None:
+        self._pairs = (destination, source)  # kept alive: the arguments point to them
+        self._arguments = (
+            ctypes.c_int(pid),
+            ctypes.c_void_p(destination.ctypes.data), ctypes.c_ulong(len(destination)),
+            ctypes.c_void_p(source.ctypes.data), ctypes.c_ulong(len(source)),
+            ctypes.c_ulong(0),
+        )  # fmt: skip
+
+    def run(self) -> int:
+        """One call; bytes copied, or -1 if there were none."""
+        done: int = _readv(*self._arguments)
+        return done
+
+
 def read_one(pid: int, destination: int, source: int, nbytes: int) -> int:
     """The same for one range: as little Python as there can be."""
     words = _FourWords(destination, nbytes, source, nbytes)

@@ -23,12 +23,19 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from llm_datadist._core.segments import Segments
+from llm_datadist._core.segments import Extents, Segments
 from llm_datadist.transports import _libc
 from llm_datadist.transports._meeting import AdoptReader, DropReader, Meeting, credentials, meet
-from llm_datadist.transports.local_read import Peer, local_read, read_word
+from llm_datadist.transports._rows import fit_one_call
+from llm_datadist.transports.local_read import LocalRows, Peer, local_read, read_word
 from llm_datadist.transports.movers import Movers
-from llm_datadist.transports.seam import Completion, Fault, PeerEndpoint, TransportCaps, TransportUnavailable
+from llm_datadist.transports.seam import (
+    Completion,
+    Fault,
+    PeerEndpoint,
+    TransportCaps,
+    TransportUnavailable,
+)
 
 _NONCE_NBYTES = 16
 _NAME_PREFIX = b"\0llm-datadist/"  # the leading zero: an abstract name, which no file system holds
@@ -53,7 +60,7 @@ class LocalTransport:
     """
 
     name: ClassVar[str] = "local"
-    caps: ClassVar[TransportCaps] = TransportCaps(one_sided=True, same_host_only=True)
+    caps: ClassVar[TransportCaps] = TransportCaps(one_sided=True, same_host_only=True, rows=True)
 
     def __init__(
         self,
@@ -149,6 +156,12 @@ class LocalChannel:
     def read_word(self, address: int, *, deadline: float) -> int | Fault:
         """One call of the kernel, so ``deadline`` plays no part."""
         return read_word(self.peer, address)
+
+    def rows(self, source: Extents, destination: Extents, nbytes: int) -> LocalRows | None:
+        """See ``RowsChannel``."""
+        if not fit_one_call(len(source.bases), nbytes):
+            return None
+        return LocalRows(self.peer, source.bases, destination.bases, nbytes)
 
     def close(self) -> None:
         """Cancels what runs; the last of it frees the descriptor."""

@@ -11,9 +11,10 @@ import os
 import select
 import time
 
-from llm_datadist._core.segments import Extents, Segments
+from llm_datadist._core.segments import U64, Extents, Segments
 from llm_datadist.transports import _libc
 from llm_datadist.transports._one_sided import SPLIT_NBYTES, OneSidedRead, Owner
+from llm_datadist.transports._rows import KernelRows
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import Completion, Fault, FaultKind, Progress
 
@@ -21,21 +22,27 @@ from llm_datadist.transports.seam import Completion, Fault, FaultKind, Progress
 class Peer(Owner):
     """The other process: its pid, and the descriptor that tells when it has gone."""
 
-    __slots__ = ("_fd", "pid")
+    __slots__ = ("_fd", "_idle", "pid")
 
     def __init__(self, pid: int, pidfd: int) -> None:
         super().__init__()
         self.pid = pid
         self._fd = pidfd
+        self._idle: list[select.poll] = []  # one object cannot be asked by two threads at once
 
     def gone(self) -> bool:
         """Whether the process has ended. If not held, look at ``closed`` afterwards."""
         fd = self._fd
         if fd < 0:
             return True
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        return bool(poll.poll(0))
+        try:
+            poll = self._idle.pop()
+        except IndexError:
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+        ended = bool(poll.poll(0))
+        self._idle.append(poll)
+        return ended
 
     def lost(self) -> Fault:
         """What a read ends with then."""
@@ -128,6 +135,23 @@ class _OneRun:
         if self._cancelled is not None:
             self._whole.cancel(self._cancelled)
         return self._whole.wait(deadline=deadline)
+
+
+class LocalRows:
+    """Reads of one unit of each tensor, as the seam's ``Rows``. Nothing is held, as in ``_OneRun``."""
+
+    __slots__ = ("_peer", "_rows")
+
+    def __init__(self, peer: Peer, source: U64, destination: U64, nbytes: int) -> None:
+        self._peer = peer
+        self._rows = KernelRows(peer.pid, source, destination, nbytes)
+
+    def read(self, there: int, here: int, *, deadline: float) -> bool:
+        """One call of the kernel, between two looks at the channel."""
+        peer = self._peer
+        if peer.closed or time.monotonic() >= deadline:
+            return False
+        return self._rows.move(there, here) and not peer.gone() and not peer.closed
 
 
 class LocalRead(OneSidedRead):

@@ -34,22 +34,19 @@ from llm_datadist.transports.seam import (
 )
 
 LINGER_S = 0.5
-_RDMA_DEVICES = Path("/sys/class/infiniband")
+RDMA_DEVICES = Path("/sys/class/infiniband")  # where the system lists them
 
 
-def check_worth_it(devices: Path = _RDMA_DEVICES) -> None:
+def check_worth_it() -> None:
     """Whether the engine may take NIXL by itself.
-
-    Args:
-        devices: Where the system lists RDMA devices.
 
     Raises:
         TransportUnavailable: It is not installed, or would go over TCP, where transport tcp is faster and safer.
     """
     _nixl.check_installed()
-    if not devices.is_dir() or not any(devices.iterdir()):
+    if not RDMA_DEVICES.is_dir() or not any(RDMA_DEVICES.iterdir()):
         raise TransportUnavailable(
-            f"there is no RDMA device here ({devices}), and over TCP transport tcp is faster and safer; "
+            f"there is no RDMA device here ({RDMA_DEVICES}), and over TCP transport tcp is faster and safer; "
             "transfer_backend='nixl' takes it all the same"
         )
 

@@ -81,7 +81,8 @@ class NixlChannel:
         self._endpoint = endpoint
         self._locate = locate
         self._forget = forget
-        self.linger_s = linger_s
+        self._linger_s = linger_s
+        self.linger_s = 0.0  # until it is proven: nothing of a first read is worth waiting for
         self.pace = Pace()
         self.closed = False
         self._scratch = _Scratch()
@@ -95,6 +96,7 @@ class NixlChannel:
         self._always = always
         self._sources: dict[bytes, Source | None] = {}  # None: no good
         self._last: tuple[Extents | None, tuple[Source, ...]] = None, ()
+        self._last_here: tuple[Extents | None, tuple[str, U64] | None] = None, None
 
     def prove(self, deadline: float) -> None:
         """Reads the nonce.
@@ -104,9 +106,10 @@ class NixlChannel:
         """
         answer = self._read_small(self._endpoint.nonce_address, NONCE_NBYTES, deadline)
         if isinstance(answer, Fault):
-            raise TransportUnavailable(f"a first read with NIXL failed: {answer.text}", answer.kind)
+            raise TransportUnavailable(f"a first read with NIXL failed: {answer.text}")
         if answer != self._endpoint.nonce:
             raise TransportUnavailable("NIXL reaches another process than the one of the handshake")
+        self.linger_s = self._linger_s
 
     # ---- what is within reach -------------------------------------------------------------------
 
@@ -128,6 +131,10 @@ class NixlChannel:
                 del self._sources[next(iter(self._sources))]
             self._sources[name] = found if right and isinstance(found, Source) else None
 
+    def settle(self, *, deadline: float) -> bool:
+        """Nothing is on its way."""
+        return True
+
     @property
     def refusal(self) -> str:
         """Nothing: what is there was there when it was opened."""
@@ -136,6 +143,10 @@ class NixlChannel:
     def covers(self, source: Extents) -> bool:
         """See ``PartialChannel``."""
         return not self.closed and (not source.nbytes or bool(self._find(source)))
+
+    def holds(self, destination: Extents) -> bool:
+        """See ``RegisteringChannel``."""
+        return not destination.nbytes or self._find_here(destination) is not None
 
     def distrust(self, sources: tuple[Source, ...]) -> None:
         """See ``Reach``."""
@@ -153,6 +164,14 @@ class NixlChannel:
         wanted = spans(extents)
         found = () if wanted is None else self._find_spans(wanted)
         self._last = extents, found
+        return found
+
+    def _find_here(self, extents: Extents) -> tuple[str, U64] | None:
+        """As ``_find`` for memory of ours: ``holds`` comes just before ``read``."""
+        last, found = self._last_here
+        if last is not extents:
+            found = self._locate(extents)
+            self._last_here = extents, found
         return found
 
     def _find_spans(self, wanted: U64) -> tuple[Source, ...]:
@@ -195,7 +214,7 @@ class NixlChannel:
             return Fault(
                 FaultKind.SOURCE, "memory of the peer that it has not registered with NIXL cannot be read"
             )
-        found = self._locate(here)
+        found = self._find_here(here)
         if found is None:
             return Fault(
                 FaultKind.DESTINATION, "the destination is not within memory that is registered with NIXL"
@@ -263,6 +282,7 @@ class NixlChannel:
 
     def forget(self, memory: str, rows: U64) -> None:
         """Rows of ours are no longer registered."""
+        self._last_here = None, None
         session = self._session
         if session is not None:
             session.forget(memory, rows)

@@ -33,6 +33,7 @@ class TransportCaps:
     best_below_nbytes: int | None = (
         None  # mean bytes of a run from which a one-sided way that is not partial is as fast
     )
+    rows: bool = False  # its channels are RowsChannel
     cancellable: bool = True  # else ``wait`` may outlast its deadline until the engine below lets go
 
 
@@ -139,8 +140,35 @@ class PartialChannel(OneSidedChannel, Protocol):
     def refusal(self) -> str:
         """Why nothing is within reach, now or for good; empty otherwise."""
 
+    def settle(self, *, deadline: float) -> bool:
+        """Waits for what the peer is still sending; whether all of it, or its refusal, has come."""
+
     def covers(self, source: Extents) -> bool:
         """Whether every byte of ``source`` is within reach. Does no I/O."""
+
+
+class Rows(Protocol):
+    """A read that is repeated: one unit of each of some tensors, each time at another place."""
+
+    def read(self, there: int, here: int, *, deadline: float) -> bool:
+        """Moves the units that begin ``there`` bytes into the peer's tensors to ``here`` bytes into ours.
+
+        In one step, so short that nothing cuts it off. Units must lie within the tensors.
+
+        Returns:
+            True: all bytes have come, and after the last of them the peer was alive and the channel open. False:
+            anything else, whatever it is; some bytes may have come. Nothing is written afterwards in either case.
+        """
+
+
+class RowsChannel(OneSidedChannel, Protocol):
+    """A channel that has a shorter way for reads that are repeated."""
+
+    def rows(self, source: Extents, destination: Extents, nbytes: int) -> Rows | None:
+        """Prepares reads of ``nbytes`` of each of these tensors; None where there is no short way.
+
+        Each side is all of its tensors, one run each; as many on both.
+        """
 
 
 class RegisteringChannel(PartialChannel, Protocol):
@@ -152,6 +180,9 @@ class RegisteringChannel(PartialChannel, Protocol):
         Called before ``covers`` for every transfer, so a token that is known already costs nothing. One
         that is no good is left out: ``covers`` then says no.
         """
+
+    def holds(self, destination: Extents) -> bool:
+        """Whether every byte of ``destination`` is within memory of ours that is registered. Does no I/O."""
 
 
 @dataclass(frozen=True, slots=True)

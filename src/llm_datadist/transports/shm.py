@@ -29,6 +29,7 @@ from llm_datadist.transports.shm_areas import Areas, Box
 from llm_datadist.transports.shm_memory import MAX_AREAS, PeerMemory
 from llm_datadist.transports.shm_owner import SECRET_NBYTES, Giver, whose_refusal
 from llm_datadist.transports.shm_read import ShmRead
+from llm_datadist.transports.shm_rows import ShmRows, shm_rows
 
 _NAME_PREFIX = b"\0llm-datadist-shm/"
 _WORD_NBYTES = 8
@@ -54,7 +55,9 @@ class ShmTransport:
     """
 
     name: ClassVar[str] = "shm"
-    caps: ClassVar[TransportCaps] = TransportCaps(one_sided=True, same_host_only=True, partial=True)
+    caps: ClassVar[TransportCaps] = TransportCaps(
+        one_sided=True, same_host_only=True, partial=True, rows=True
+    )
 
     def __init__(
         self,
@@ -195,9 +198,18 @@ class ShmChannel:
         finally:
             self.memory.release()
 
+    def rows(self, source: Extents, destination: Extents, nbytes: int) -> ShmRows | None:
+        """See ``RowsChannel``."""
+        return shm_rows(self.memory, self._own, self._by_kernel, source, destination, nbytes)
+
+    def settle(self, *, deadline: float) -> bool:
+        """See ``PartialChannel``."""
+        return self.memory.settle_by(deadline)
+
     @property
     def refusal(self) -> str:
         """Why nothing is within reach (yet); empty once the memory has come."""
+        self.memory.look()
         return self.memory.reason
 
     def close(self) -> None:

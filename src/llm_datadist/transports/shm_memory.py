@@ -30,6 +30,7 @@ from llm_datadist.transports.shm_owner import GRANTED
 MAX_AREAS = 16
 ANSWER_S = 0.1  # from ``open``; a few thread switches at the owner. A late answer is still taken
 _TEXT_NBYTES = 1024
+_QUICK_NBYTES = 64 << 20  # unmapped in a few milliseconds
 _RECEIVE = int(socket.MSG_CMSG_CLOEXEC) | int(socket.MSG_DONTWAIT)
 _NONE = Areas(())
 
@@ -64,7 +65,7 @@ class PeerMemory(Owner):
     """
 
     __slots__ = (
-        "_announced", "_answer_by", "_answering", "_mapped", "_settled", "_sock", "areas", "reason", "words",
+        "_announced", "_answer_by", "_answering", "_idle", "_mapped", "_settled", "_sock", "areas", "reason", "words",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, announced: Sequence[tuple[int, int]]) -> None:
@@ -74,6 +75,7 @@ class PeerMemory(Owner):
         self._answer_by = time.monotonic() + ANSWER_S
         self._answering = threading.Lock()
         self._settled = False
+        self._idle: list[select.poll] = []  # one object cannot be asked by two threads at once
         self._mapped: list[tuple[int, int]] = []
         self.areas = _NONE
         self.words: _Words | None = None
@@ -85,6 +87,16 @@ class PeerMemory(Owner):
             with self._answering:
                 self._receive(max(0.0, self._answer_by - time.monotonic()))
         return self.areas
+
+    def settle_by(self, deadline: float) -> bool:
+        """Waits for the answer; whether it has come."""
+        if self.hold():
+            try:
+                with self._answering:
+                    self._receive(max(0.0, deadline - time.monotonic()))
+            finally:
+                self.release()
+        return self._settled
 
     def look(self) -> None:
         """Takes the answer if it has come, without waiting for it."""
@@ -101,9 +113,14 @@ class PeerMemory(Owner):
 
     def gone(self) -> bool:
         """Whether the other end of the connection is closed. Only while held."""
-        poll = select.poll()
-        poll.register(self._sock, select.POLLRDHUP)  # POLLHUP and POLLERR are always told
-        return bool(poll.poll(0))
+        try:
+            poll = self._idle.pop()
+        except IndexError:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLRDHUP)  # POLLHUP and POLLERR are always told
+        ended = bool(poll.poll(0))
+        self._idle.append(poll)
+        return ended
 
     def lost(self) -> Fault:
         """What a read ends with then."""
@@ -121,10 +138,9 @@ class PeerMemory(Owner):
 
     def _free(self) -> None:
         end(self._sock)
-        for address, nbytes in self._mapped:
-            unmap(address, nbytes)
-        self._mapped = []
+        mapped, self._mapped = self._mapped, []
         self.words = None
+        _unmap(mapped)
 
     def _receive(self, wait_s: float) -> None:
         """Takes the answer if it has come, or comes in time. One thread at a time; once is enough."""
@@ -149,10 +165,10 @@ class PeerMemory(Owner):
 
     def _take_message(self) -> tuple[bytes, list[int]]:
         try:
-            message, fds, flags, _ = socket.recv_fds(self._sock, _TEXT_NBYTES, MAX_AREAS, _RECEIVE)
+            message, fds, _, _ = socket.recv_fds(self._sock, _TEXT_NBYTES, MAX_AREAS, _RECEIVE)
         except ConnectionResetError:  # the other end closed without reading the secret; its answer comes next
-            message, fds, flags, _ = socket.recv_fds(self._sock, _TEXT_NBYTES, MAX_AREAS, _RECEIVE)
-        return (b"" if flags & socket.MSG_CTRUNC else message), fds
+            message, fds, _, _ = socket.recv_fds(self._sock, _TEXT_NBYTES, MAX_AREAS, _RECEIVE)
+        return message, fds  # those that find no room here are missing
 
     def _settle(self, reason: str) -> None:
         self.reason = reason
@@ -183,6 +199,26 @@ class PeerMemory(Owner):
             shifts.append((address, nbytes, here - address))
         self.areas = Areas(shifts)
         return ""
+
+
+def _unmap(mapped: Sequence[tuple[int, int]]) -> None:
+    """Takes mappings away; large ones on a thread of its own.
+
+    Who holds them last may be the control thread, or a caller who waits for an error, and the memory of an owner
+    that has ended goes with them: a tenth of a second for each GiB.
+    """
+
+    def work() -> None:
+        for address, nbytes in mapped:
+            unmap(address, nbytes)
+
+    if sum(nbytes for _, nbytes in mapped) <= _QUICK_NBYTES:
+        work()
+        return
+    try:
+        threading.Thread(target=work, name="llm-datadist-unmap", daemon=True).start()
+    except RuntimeError:  # no more threads
+        work()
 
 
 def _unsafe(fd: int, nbytes: int) -> str:

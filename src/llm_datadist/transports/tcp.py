@@ -82,9 +82,9 @@ class TcpTransport:
         )
         with self._lock:
             if self._closed:
-                raise TransportUnavailable("tcp: the transport is closed")
+                raise TransportUnavailable("transport tcp of this process is closed")
             if (channel.token, channel.dialled) in self._channels:
-                raise TransportUnavailable(f"tcp: the link to cluster {peer.cluster_id} is open already")
+                raise TransportUnavailable(f"the link to cluster {peer.cluster_id} is open already")
             self._channels[channel.token, channel.dialled] = channel
         return channel
 

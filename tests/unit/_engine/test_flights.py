@@ -97,7 +97,8 @@ def test_every_race_of_a_cut_with_what_it_cancels_ends_in_a_cancel() -> None:
 
 @pytest.fixture
 def flights() -> Flights:
-    return Flights(threading.Condition(threading.Lock()))
+    lock = threading.Lock()
+    return Flights(lock, threading.Condition(lock))
 
 
 def begin(flights: Flights, *ids: int, link: Any = LINK, serving: bool = False) -> Flight:

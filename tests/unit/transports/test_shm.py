@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -317,9 +318,15 @@ def test_t2_a_late_answer_is_taken(reader: ShmTransport, owner: ShmOwner) -> Non
     owner.stop()
     channel = reader.open(owner.endpoint, deadline=0)
     assert not channel.covers(source)
-    owner.resume()
-    assert wait_until(lambda: channel.covers(source), WAIT_S) and not channel.refusal
+    began = time.monotonic()
+    assert not channel.settle(deadline=began + 0.2) and time.monotonic() - began >= 0.2
+    resumed = threading.Timer(0.05, owner.resume)
+    resumed.start()
+    assert channel.settle(deadline=soon()), "whoever has nothing else waits for it"
+    resumed.join()
+    assert channel.covers(source) and not channel.refusal
     channel.close()
+    assert channel.settle(deadline=0), "nothing comes any more"
 
 
 def test_owner_that_closes_is_lost(area: Shared, loop: Loop, reader: ShmTransport) -> None:
