@@ -38,14 +38,14 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo]'
 	@touch $@
 
-demo: $(VENV)/.demo
+demo: $(VENV)/.demo $(if $(findstring nixl,$(ARGS)),$(VENV)/.nixl)
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 # Without its torch. Where it cannot be installed the tests skip, with the reason.
-$(VENV)/.nixl: | $(VENV)/.dev
+$(VENV)/.nixl: | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'nixl-cu12>=1.5' && touch $@ \
 		|| echo 'NIXL cannot be installed here; its tests will skip'
 
@@ -53,7 +53,8 @@ test-long: $(VENV)/.dev $(VENV)/.nixl
 	$(BIN)/python -m pytest -m slow --timeout 600 $(PYTEST_ARGS)
 
 test-nixl: $(VENV)/.dev $(VENV)/.nixl
-	$(BIN)/python -m pytest -m slow --timeout 600 tests/conformance/test_nixl.py tests/integration/test_nixl.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow --timeout 600 tests/conformance/test_nixl.py $(wildcard tests/integration/test_nixl*.py) \
+		$(PYTEST_ARGS)
 
 check: format lint types layers sizes
 

@@ -87,7 +87,6 @@ CHOSEN = {
     ),
     test_stale_data: (
         "memory_that_is_no_longer_mapped_fails_and_the_link_lives",
-        "s1_a_withdrawn_cache_is_not_read",
         "s2_a_pull_holds_one_generation_only",
         "s3_a_larger_mapping_at_the_same_address",
         "s4_a_cache_registered_after_linking_is_seen_at_once",
@@ -132,3 +131,12 @@ def pair_a(spawn: Spawner, request: pytest.FixtureRequest) -> Pair:
 @pytest.fixture(params=[NIXL_B], ids=str)
 def pair_b(spawn: Spawner, request: pytest.FixtureRequest) -> Pair:
     return make_pair(spawn, request.param)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "id"])
+def test_s1_a_withdrawn_cache_is_not_read(pair: Pair, kind: str) -> None:
+    test_stale_data.test_s1_a_withdrawn_cache_is_not_read(pair, kind)
+
+
+def test_s1_a_withdrawn_request_is_not_read(pair_a: Pair) -> None:
+    test_stale_data.test_s1_a_withdrawn_cache_is_not_read(pair_a, "request")

@@ -75,6 +75,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.state.pools.close()
+        self.state.slab.close_descriptor()
 
     def pages_out(self) -> int:
         return sum(a.pages for a in self.alive.values()) + sum(self.ending.values())
@@ -218,6 +219,7 @@ def made() -> Any:
     state.pools.open()
     yield state, Allocator(state, Catalog(state))
     state.pools.close()
+    state.slab.close_descriptor()
 
 
 DESC = CacheDesc(TENSORS, [SLOTS, 600], DataType.DT_INT8)

@@ -34,7 +34,7 @@ class Loop:
         os.write(self._wake_write, b"x")
 
     def drop(self, sock: socket.socket) -> None:
-        del self._readers[sock.fileno()]
+        self._readers.pop(sock.fileno(), None)
         os.write(self._wake_write, b"x")
 
     def close(self) -> None:
@@ -45,13 +45,17 @@ class Loop:
 
     def _run(self) -> None:
         while True:
-            ready, _, _ = select.select([self._wake_read, *self._readers], [], [])
+            try:
+                ready, _, _ = select.select([self._wake_read, *self._readers], [], [])
+            except OSError:  # one was dropped and closed just now
+                continue
             if self._wake_read in ready and b"q" in os.read(self._wake_read, 100):
                 return
             for fd in ready:
-                if fd in self._readers:  # an earlier callback may have dropped it
+                adopted = self._readers.get(fd)  # an earlier callback may have dropped it
+                if adopted is not None:
                     self.turns += 1
-                    self._readers[fd][1]()
+                    adopted[1]()
 
 
 def nothing(*_: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from tests.support import actors
 from tests.support.netns import Namespace, joined
@@ -28,7 +28,7 @@ def net_peer(spawn: Spawner, net: Namespace, **env: str) -> Peer:
 class NetPair(Pair):
     """P and D in networks of their own."""
 
-    nets: Sequence[Namespace]
+    nets: tuple[Namespace, Namespace]
 
     def up_there(self, p_timeout_ms: int = 30_000, d_timeout_ms: int = 30_000, **more: str) -> NetPair:
         mode, backend = self.combo.mode, self.combo.backend

@@ -8,7 +8,9 @@ import mmap
 import os
 import secrets
 import signal
+import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -86,14 +88,55 @@ class SharedMemory(Memory):
         return super().map_sparse(MIB)
 
 
+class Reader(ShmTransport):
+    """A transport that only reads: it hears what owners answer, and leaves its own readers in the queue.
+
+    Args:
+        areas: Of its own.
+        movers: Who helps.
+        random_bytes: Source of secrets.
+        deaf: Answers are left alone until ``memory.hear()`` is called.
+    """
+
+    def __init__(
+        self,
+        areas: Sequence[SharedArea],
+        movers: Movers,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+        *,
+        deaf: bool = False,
+    ) -> None:
+        self._loop: Loop | None = None
+        self._deaf = deaf
+        super().__init__(areas, movers, self._adopt, self._drop, random_bytes)
+
+    def _adopt(self, sock: socket.socket, callback: Callable[[], None]) -> None:
+        if self._deaf or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return
+        if self._loop is None:
+            self._loop = Loop()
+        self._loop.adopt(sock, callback)
+
+    def _drop(self, sock: socket.socket) -> None:
+        if self._loop is not None:
+            self._loop.drop(sock)
+
+    def close(self) -> None:
+        super().close()
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.close()
+
+
 def transport(
     areas: Sequence[SharedArea],
     movers: Movers | None = None,
     loop: Loop | None = None,
     random_bytes: Callable[[int], bytes] = secrets.token_bytes,
 ) -> ShmTransport:
-    adopt, drop = (loop.adopt, loop.drop) if loop else (nothing, nothing)
-    return ShmTransport(areas, movers or Movers(0), adopt, drop, random_bytes)
+    if loop is None:
+        return Reader(areas, movers or Movers(0), random_bytes)
+    return ShmTransport(areas, movers or Movers(0), loop.adopt, loop.drop, random_bytes)
 
 
 def endpoint(blob: bytes) -> PeerEndpoint:
@@ -147,11 +190,7 @@ class ShmPair(ShmOwner):
 
 def settle(channel: ShmChannel) -> None:
     """Until the owner has answered, however busy the machine."""
-    memory = channel.memory
-    memory._answer_by += 30
-    assert memory.hold()
-    memory.settle()
-    memory.release()
+    assert channel.settle(deadline=time.monotonic() + 30)
 
 
 def _main() -> None:

@@ -43,7 +43,7 @@ class Allocator:
         if layout.num_tensors < 1:
             raise ParamInvalidError("CacheDesc.num_tensors is 0; a cache needs at least one tensor")
         state = self._state
-        with state.condition:
+        with state.lock:
             state.check_open()
             names = state.registry.check_keys(keys, layout)
             addresses, allocation = state.pools.take(desc.placement, layout)
@@ -75,7 +75,7 @@ class Allocator:
             )
             raise ParamInvalidError(f"cache {cache.cache_id} is a {kind}; use {other}")
         state = self._state
-        with state.condition:
+        with state.lock:
             state.check_open()
             record = state.registry.get(cache.cache_id)
             if record is None or not cache.belongs_to(state.life) or not state.pools.has(cache.cache_id):
@@ -91,7 +91,7 @@ class Allocator:
         Raises:
             ParamInvalidError: There is no such pool.
         """
-        with self._state.condition:
+        with self._state.lock:
             self._state.check_open()
             return self._state.pools.info(placement)
 
@@ -104,7 +104,7 @@ class Allocator:
         name = key_name_of(key)
         if name is None:
             return
-        with self._state.condition:
+        with self._state.lock:
             self._state.check_open()
             found = self._state.registry.find(name)
             told = self._unbind(name, found[0]) if found else []
@@ -113,7 +113,7 @@ class Allocator:
     def pulled(self, record: Record, name: KeyName, first_tensor: int, tensor_stop: int) -> None:
         """A peer has these tensors of the slot that ``name`` found in ``record``; all: the key goes. Does not block."""
         state = self._state
-        with state.condition:
+        with state.lock:
             found = state.registry.find(name)
             if (
                 found is None or found[0].cache_id != record.cache_id

@@ -34,11 +34,11 @@ class Mover(Protocol[R]):
     def check(self, request: R) -> Record:
         """The caller's own cache, checked; raises for a bad argument."""
 
-    def begin(self, request: R, record: Record) -> Flight:
+    def begin(self, request: R, record: Record, flight: Flight) -> None:
         """Finds the link and enters the flight."""
 
     def run(self, request: R, record: Record, flight: Flight, started: float) -> None:
-        """Moves the bytes and ends the flight, or raises."""
+        """Moves the bytes, or raises."""
 
 
 class Background:
@@ -59,13 +59,20 @@ class Background:
         """
         started = time.monotonic()
         record = mover.check(request)
+        flight = Flight(None, (record.cache_id,))
         try:
-            flight = mover.begin(request, record)
+            mover.begin(request, record, flight)
+            return self._enter(flight, lambda: mover.run(request, record, flight, started))
         except LLMException as exc:
             book = TaskBook(1, _nothing)
             book.finish(0, exc.status_code, exc)
             return book.task
-        job = _Job(self._state, self, flight, lambda: mover.run(request, record, flight, started))
+        except BaseException:  # an interrupt: nobody else would end it
+            self._state.flights.end(flight)
+            raise
+
+    def _enter(self, flight: Flight, call: Callable[[], None]) -> CacheTask:
+        job = _Job(self._state, self, flight, call)
         flight.on_cut(lambda _: job.drop())
         with self._lock:
             at_once = self._running.get(flight.link, 0) < _PER_LINK
@@ -134,7 +141,7 @@ class _Job:
 
     def _outcome(self) -> BaseException | None:
         try:
-            self._call()
+            self._state.flights.fly(self._flight, self._call)
         except Exception as exc:
             if not isinstance(exc, LLMException):
                 _LOG.exception("a background transfer failed")

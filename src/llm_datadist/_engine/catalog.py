@@ -68,7 +68,7 @@ class Catalog:
         state = self._state
         tokens = state.regions.register(addresses, layout.tensor_nbytes)
         try:
-            with state.condition:
+            with state.lock:
                 state.check_open()
                 remote_accessible = self._checked_accessible(remote_accessible, desc)
                 names = state.registry.check_keys(keys, layout)
@@ -132,7 +132,7 @@ class Catalog:
         """Takes a cache out and waits until nobody uses it, at most sync_kv_timeout; then cuts off."""
         state = self._state
         deadline = time.monotonic() + state.timeout_s
-        with state.condition:
+        with state.lock:
             state.check_open()
             told = self.take_out(cache_id)
         if told is None:
@@ -175,7 +175,7 @@ class Catalog:
         left = settle(readers, time.monotonic() + _SETTLE_S, cache_id)
         now = time.monotonic()
         lost_at = now if any(link.down_reason for link in readers) else state.reader_lost_at
-        with state.condition:  # those that cannot be asked any more
+        with state.lock:  # those that cannot be asked any more
             state.condition.wait_for(lambda: state.closed is not None, max(0.0, lost_at + _LOST_S - now))
         if left:
             _LOG.warning(
@@ -184,7 +184,7 @@ class Catalog:
             )  # fmt: skip
 
     def _free(self, cache_id: int) -> None:
-        with self._state.condition:
+        with self._state.lock:
             self._state.pools.free(cache_id)
         self._state.regions.free(cache_id)
 
@@ -201,14 +201,14 @@ class Catalog:
             f"cache {cache_id} was unregistered and the {state.timeout_s:g} s for transfers are over"
         )
         state.flights.cut(lambda f: cache_id in f.cache_ids, error)
-        with state.condition:
+        with state.lock:
             for lease in state.leases.of_cache(cache_id):
                 state.leases.end(lease)
         return self._wait_unused(cache_id, time.monotonic() + _LAST_BYTES_S)
 
     def _wait_unused(self, cache_id: int, deadline: float) -> bool:
         state = self._state
-        with state.condition:
+        with state.lock:
             while not self.is_unused(cache_id):
                 now = time.monotonic()
                 if now >= deadline:
@@ -231,14 +231,14 @@ class Catalog:
         """
         state = self._state
         starts, ends = _checked_ranges(ranges)
-        with state.condition:
+        with state.lock:
             state.check_open()
             records = [r for r in state.registry.records() if r.touches(starts, ends)]
         for record in records:
             _check_mapped(f"cache {record.cache_id}: tensor", record.addresses, record.layout)
         told: list[Link] = []
         renewed: set[int] = set()
-        with state.condition:
+        with state.lock:
             state.check_open()
             for record in records:
                 if state.registry.get(record.cache_id) is record:
@@ -264,12 +264,12 @@ class Catalog:
     def _register_again(self, cache_id: int) -> None:
         """For transports that need registration; old readers have noticed, so that none meets the gap."""
         state = self._state
-        with state.condition:
+        with state.lock:
             record = state.registry.get(cache_id)
             if record is None or state.pools.has(cache_id):
                 return
         if state.regions.renew(cache_id, record.addresses, record.layout.tensor_nbytes):
-            with state.condition:
+            with state.lock:
                 told = self.announce(record) if state.registry.get(cache_id) is record else []
             flush(told)
 
@@ -278,7 +278,7 @@ class Catalog:
     def infos(self) -> list[CacheInfo]:
         """All caches, in order of their ids."""
         state = self._state
-        with state.condition:
+        with state.lock:
             state.check_open()
             state.leases.expire(time.monotonic())
             return [self._info(record) for record in state.registry.records()]

@@ -63,7 +63,7 @@ class Comms:
         comm = read_comm(state.cluster_id, comm_name, ranks, rank_table, self._base_port)
         held = self._listen(comm)
         deadline = time.monotonic() + state.options.link_total_time_s
-        with state.condition:
+        with state.lock:
             if state.closed is None:
                 self._last_id += 1
                 linking = _Linking(state, self._last_id, comm_name, comm, held, deadline)
@@ -96,7 +96,7 @@ class Comms:
         Raises:
             NotLinkedError: Unknown id.
         """
-        with self._state.condition:
+        with self._state.lock:
             return self._get(comm_id).status
 
     def unlink(self, comm_id: int) -> None:
@@ -107,16 +107,16 @@ class Comms:
             LinkBusyError: Transfers are in flight; the comm and its links stay.
         """
         state = self._state
-        with state.condition:
+        with state.lock:
             linking = self._get(comm_id)
             linking.leaving = True
         state.links.run(lambda: linking.fail("it was unlinked"))
-        with state.condition:
+        with state.lock:
             linking.let_go()
             free = [c for c in linking.clusters if not state.comm_holds[c]]
         codes = self._linking.leave(free, UNLINK_S)
         busy = [c for c, code in zip(free, codes, strict=True) if code == LLMStatusCode.LLM_LINK_BUSY]
-        with state.condition:
+        with state.lock:
             if busy:
                 linking.hold_again()
             else:
@@ -139,7 +139,7 @@ class Comms:
 
     def _on_link_change(self, cluster_id: int) -> None:
         """A link came up or went down. What is found by ``links.get`` is up to date a turn later."""
-        with self._state.condition:
+        with self._state.lock:
             concerned = [c for c in self._comms.values() if cluster_id in c.clusters and c.preparing]
         for linking in concerned:
             self._state.links.call_soon(linking.look)
@@ -218,7 +218,7 @@ class _Linking:
         self.status = RegisterMemStatus.FAILED
         self._stop_work()
         self.stop_listening()
-        with self._state.condition:
+        with self._state.lock:
             self.let_go()
             if self.leaving:
                 return

@@ -57,8 +57,10 @@ class Copier:
 
     def _copy_blocks(self, request: CopyBlocks) -> None:
         steps = plan_copy_blocks(request, self._memory(request.cache), _BUFFER_NBYTES)
-        flight = self._begin((request.cache,))
-        try:
+        flight = Flight(None, ())
+
+        def body() -> None:
+            self._begin((request.cache,), flight)
             buffer = np.empty(0, dtype=np.uint8)
             for step in steps:
                 if step.saved.nbytes > len(buffer):
@@ -67,15 +69,17 @@ class Copier:
                 self._move("copy_blocks", Segments(step.saved, kept), flight)
                 self._move("copy_blocks", step.direct, flight)
                 self._move("copy_blocks", Segments(kept, step.restored), flight)
-        finally:
-            self._state.flights.end(flight)
+
+        self._state.flights.fly(flight, body)
 
     def _run(self, what: str, caches: tuple[Cache, ...], plan: Segments) -> None:
-        flight = self._begin(caches)
-        try:
+        flight = Flight(None, ())
+
+        def body() -> None:
+            self._begin(caches, flight)
             self._move(what, plan, flight)
-        finally:
-            self._state.flights.end(flight)
+
+        self._state.flights.fly(flight, body)
 
     def _memory(self, cache: Cache) -> Memory:
         """Where a cache lies. A CPU cache is known to no engine: its memory is looked at now."""
@@ -86,18 +90,19 @@ class Copier:
             return Memory(
                 "the CPU cache", layout, addresses, cache.is_blocks_cache, cache.cache_desc.placement
             )
-        with state.condition:
+        with state.lock:
             state.check_open()
             record = state.record_of(cache)
         name = f"cache {record.cache_id}"
         return Memory(name, record.layout, record.addresses, record.is_blocks, record.desc.placement)
 
-    def _begin(self, caches: tuple[Cache, ...]) -> Flight:
+    def _begin(self, caches: tuple[Cache, ...], flight: Flight) -> None:
         state = self._state
-        with state.condition:
+        with state.lock:
             state.check_open()
             records = [state.record_of(cache) for cache in caches if not cache.is_cpu_cache]
-            return state.flights.begin(Flight(None, tuple(r.cache_id for r in records)))
+            flight.cache_ids = tuple(r.cache_id for r in records)
+            state.flights.begin(flight)
 
     def _move(self, what: str, plan: Segments, flight: Flight) -> None:
         flight.run_here()

@@ -60,7 +60,7 @@ class Draining:
         if cache_id:
             text = f"{describe(link)}: its owner withdrew cache {cache_id} while it was being read"
             state.flights.cut(is_meant, CacheNotExistError(f"{text}; register it there (again), then retry"))
-        with state.condition:
+        with state.lock:
             begun = set(state.flights.where(is_meant))
             left = max(0.0, min(deadline - time.monotonic(), _LONGEST_WAIT_S))
             ended = state.condition.wait_for(lambda: not state.flights.where(begun.__contains__), left)
@@ -91,7 +91,7 @@ class _Work:
 
     def _close_doors(self) -> None:
         state = self._state
-        with state.condition:
+        with state.lock:
             state.draining = True
             told = self._catalog.withdraw_all()
         flush(told)
@@ -102,7 +102,7 @@ class _Work:
 
     def _wait_idle(self) -> str:
         state = self._state
-        with state.condition:
+        with state.lock:
             while state.closed is None:
                 now = time.monotonic()
                 left, ends = self._look(now)

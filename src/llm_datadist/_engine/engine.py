@@ -134,7 +134,7 @@ class Engine:
         """Ends this life, within 2 s whatever peers do: calls under way get LLM_ENGINE_FINALIZED. Idempotent."""
         state = self._state
         error = EngineFinalizedError("the engine was finalized; call init again")
-        with state.condition:
+        with state.lock:
             if state.closed is not None:
                 return
             state.closed = error
@@ -154,7 +154,7 @@ class Engine:
     def _close_pools(self) -> None:
         """Unmaps the pools once nothing of ours writes there: the addresses may be another's the moment after."""
         state = self._state
-        with state.condition:
+        with state.lock:
             idle = state.condition.wait_for(
                 lambda: not state.flights.where(lambda f: not f.serving), _LAST_BYTES_S
             )

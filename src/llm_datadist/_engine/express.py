@@ -73,21 +73,18 @@ class Express:
 
     def _fly(self, link: Link, route: Route, cache: Cache, src: int, dst: int, started: float) -> bool:
         state = self._state
-        flight = Flight(link, (route.record.cache_id,))  # before the section: an interrupt finds it to end it
+        flight = Flight(link, (route.record.cache_id,))
         flight.run_here()
-        try:
+
+        def body() -> bool:
             with state.lock:
                 if not self._stands(link, route, cache):
                     return False
                 state.flights.begin(flight)
-            if self._move(flight, route, src, dst, started):
-                return True
-        finally:
-            try:
-                state.flights.end(flight)
-            except BaseException:  # an interrupt: it must not stay in flight for ever
-                state.flights.end(flight)
-                raise
+            return self._move(flight, route, src, dst, started)
+
+        if state.flights.fly(flight, body):
+            return True
         flight.check()
         return False
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from llm_datadist._link.link import Link
 from llm_datadist.status import LLMException
 
+T = TypeVar("T")
 _CUTTING = threading.Lock()  # so that the first of two cuts decides
 
 
@@ -55,6 +57,10 @@ class Flight:
     def uses(self, link: Link) -> bool:
         """Whether it goes over that link."""
         return self._link is link
+
+    def over(self, link: Link) -> None:
+        """Says which link it goes over, before it begins."""
+        self._link = link
 
     def run_here(self) -> None:
         """The calling thread is busy with it until it ends."""
@@ -99,6 +105,21 @@ class Flights:
         self._condition = condition  # of that lock
         self._all: set[Flight] = set()
 
+    def fly(self, flight: Flight, body: Callable[[], T]) -> T:
+        """Runs ``body``, in which the flight may begin; at its end it has ended, also by an interrupt.
+
+        Which may hit the ending itself: hence the second try, and no context manager, whose ``__exit__`` an
+        interrupt can keep from running.
+        """
+        try:
+            return body()
+        finally:
+            try:
+                self.end(flight)
+            except BaseException:
+                self.end(flight)
+                raise
+
     def begin(self, flight: Flight) -> Flight:
         """Enters a flight. The caller holds the lock."""
         self._all.add(flight)
@@ -118,7 +139,7 @@ class Flights:
 
     def cut(self, chosen: Callable[[Flight], bool], error: LLMException) -> None:
         """Cuts off what the predicate picks; one that only serves is out at once. The caller holds no lock."""
-        with self._condition:
+        with self._lock:
             picked = self.where(chosen)
             self._all.difference_update([f for f in picked if f.serving])
             self._condition.notify_all()

@@ -108,7 +108,7 @@ class Handler:
     def on_up(self, link: Link) -> None:
         """The link is up; the first thing the peer gets is our table."""
         state = self._state
-        with state.condition:
+        with state.lock:
             state.by_token[link.token] = link
             if state.accessible:
                 self._catalog.announce_all(link)
@@ -118,7 +118,7 @@ class Handler:
         """The link is gone: its leases end, its transfers fail."""
         state = self._state
         peer = peer_of(link)
-        with state.condition:
+        with state.lock:
             if state.by_token.get(link.token) is link:
                 del state.by_token[link.token]
             for lease in state.leases.of_holder(link.token):
@@ -166,7 +166,7 @@ class Handler:
             case Announce():
                 self._announced(link, frame, message)
             case Withdraw():
-                with self._state.condition:
+                with self._state.lock:
                     for cache_id in message.cache_ids:
                         peer_of(link).table.drop(cache_id)
             case Notify():
@@ -204,7 +204,7 @@ class Handler:
             for at, entry in enumerate(message.entries)
         ]
         table = peer_of(link).table
-        with self._state.condition:
+        with self._state.lock:
             for cache in caches:
                 table.put(cache, more_keys=message.more_keys)
 

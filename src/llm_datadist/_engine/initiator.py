@@ -69,10 +69,16 @@ class Initiator:
             OutOfMemoryError: The data is complete, but the peer has no room for the notification.
         """
         record = self.check(request)
-        self.run(request, record, self.begin(request, record), started)
+        flight = Flight(None, (record.cache_id,))
+
+        def body() -> None:
+            self.begin(request, record, flight)
+            self.run(request, record, flight, started)
+
+        self._state.flights.fly(flight, body)
 
     def run(self, request: PullCache | PullBlocks, record: Record, flight: Flight, started: float) -> None:
-        """Moves the bytes, then tells the peer, and ends the flight; its time began at ``started``."""
+        """Moves the bytes, then tells the peer, within the flight; its time began at ``started``."""
         pull = _Pull(self._state, request, record, flight, started, started + self._state.timeout_s)
         flight.run_here()
         try:
@@ -88,8 +94,6 @@ class Initiator:
             if isinstance(exc, Stale):
                 self._check_link(pull.context)
             raise pull.context.failure(exc) from exc.__cause__
-        finally:
-            self._state.flights.end(flight)
 
     def _check_link(self, context: Context) -> None:
         """A word that has changed may be the end of the link, seen before the end of its connection.
@@ -126,7 +130,7 @@ class Initiator:
             request_name(request.key)
         return record
 
-    def begin(self, request: PullCache | PullBlocks, record: Record) -> Flight:
+    def begin(self, request: PullCache | PullBlocks, record: Record, flight: Flight) -> None:
         """Enters the flight.
 
         Raises:
@@ -138,9 +142,9 @@ class Initiator:
         with state.lock:
             state.check_open()
             state.check_admitting()
-            link = state.link_to(request.key.cluster_id)
+            flight.over(state.link_to(request.key.cluster_id))
             state.record_of(request.cache)
-            return state.flights.begin(Flight(link, (record.cache_id,)))
+            state.flights.begin(flight)
 
 
 class _Pull(msgspec.Struct, frozen=True):

@@ -44,7 +44,7 @@ class LayerPusher:
             ParamInvalidError: A rule of the caller's side.
         """
         state = self._state
-        with state.condition:
+        with state.lock:
             state.check_open()
             state.check_admitting()
             record = state.record_of(request.cache)
@@ -144,7 +144,7 @@ class _Run:
         by_address = isinstance(config, TransferConfig)
         cluster_id = config.dst_cluster_id if by_address else config.cache_key.cluster_id  # type: ignore[union-attr]
         try:
-            with state.condition:
+            with state.lock:
                 state.check_open()
                 link = state.link_to(cluster_id)
                 if state.registry.get(self._record.cache_id) is not self._record:

@@ -119,7 +119,7 @@ class Linking:
         link = state.links.get(cluster_id)
         if link is None:
             return LLMStatusCode.LLM_SUCCESS
-        with state.condition:
+        with state.lock:
             held = state.comm_holds[cluster_id] > 0
         if held:
             peer_of(link).by_clusters = False
@@ -162,7 +162,7 @@ class Linking:
     def _drop(self, link: Link, reason: str, *, tell: bool) -> None:
         state = self._state
         state.links.drop(link, reason, tell=tell)
-        with state.condition:  # what was cut off writes nothing more when this returns
+        with state.lock:  # what was cut off writes nothing more when this returns
             state.condition.wait_for(
                 lambda: not state.flights.where(lambda f: f.uses(link) and not f.serving), _LAST_BYTES_S
             )
@@ -170,7 +170,7 @@ class Linking:
     def _close_when_idle(self, link: Link, deadline: float) -> bool:
         """Marks the link as closing once nothing is in flight on it; False when it is busy until then."""
         state = self._state
-        with state.condition:
+        with state.lock:
             while True:
                 now = time.monotonic()
                 state.leases.expire(now)

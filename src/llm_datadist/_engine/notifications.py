@@ -30,7 +30,7 @@ class Notifications:
     def take(self) -> list[Notify]:
         """Empties the queue."""
         state = self._state
-        with state.condition:
+        with state.lock:
             state.check_open()
             return self._queue.take()
 
@@ -45,19 +45,23 @@ class Notifications:
         """
         state = self._state
         started = time.monotonic()
-        with state.condition:
-            state.check_open()
-            link = state.link_to(cluster_id)
-            flight = state.flights.begin(Flight(link, ()))
-        flight.run_here()
-        context = Context(f"notification {notice.name!r:.80}", link, started, LLMStatusCode.LLM_TIMEOUT)
-        try:
-            self.deliver(flight, context, notice, started + state.timeout_s)
-        except (LinkLost, TimeoutError) as exc:
-            flight.check()
-            raise context.failure(exc) from None
-        finally:
-            state.flights.end(flight)
+        flight = Flight(None, ())
+
+        def body() -> None:
+            with state.lock:
+                state.check_open()
+                link = state.link_to(cluster_id)
+                flight.over(link)
+                state.flights.begin(flight)
+            flight.run_here()
+            context = Context(f"notification {notice.name!r:.80}", link, started, LLMStatusCode.LLM_TIMEOUT)
+            try:
+                self.deliver(flight, context, notice, started + state.timeout_s)
+            except (LinkLost, TimeoutError) as exc:
+                flight.check()
+                raise context.failure(exc) from None
+
+        state.flights.fly(flight, body)
 
     def deliver(self, flight: Flight, context: Context, notice: Notice, deadline: float) -> None:
         """Says it to the flight's peer and waits until it is in the queue there.
@@ -97,7 +101,7 @@ class Notifications:
         state = self._state
         try:
             notify = _checked(link, message.name, message.message)
-            with state.condition:
+            with state.lock:
                 state.check_open()
                 self._queue.park((link, message.id), notify)
         except LLMException as exc:
@@ -107,7 +111,7 @@ class Notifications:
 
     def withdrawn(self, link: Link, message: wire.EndNotify) -> None:
         """Its sender has given up."""
-        with self._state.condition:
+        with self._state.lock:
             was_parked = self._queue.withdraw((link, message.notify_id))
         if was_parked:
             text = "withdrawn by its sender"
@@ -121,11 +125,11 @@ class Notifications:
             OutOfMemoryError: The queue is full.
         """
         notify = _checked(link, name, message)
-        with self._state.condition:
+        with self._state.lock:
             self._queue.put(notify)
 
     def _admit(self, link: Link, message_id: int) -> None:
-        with self._state.condition:
+        with self._state.lock:
             if link.down_reason is not None:  # its sender was told that the link failed
                 self._queue.withdraw((link, message_id))
                 return

@@ -62,7 +62,7 @@ class Offering:
             LinkLost: The link is down.
         """
         state = self._state
-        with state.condition:
+        with state.lock:
             lease = state.leases.grant(self._link.token, self._record, _FOR_EVER)
         self._leases.append(lease)
         if not self._posted:
@@ -80,7 +80,7 @@ class Offering:
     def end_part(self, lease: Lease) -> None:
         """The part was read, or will not be: its lease ends."""
         state = self._state
-        with state.condition:
+        with state.lock:
             if state.leases.end(lease):
                 state.condition.notify_all()
         if lease in self._leases:

@@ -26,7 +26,7 @@ def check_apart(state: State, link: Link, cache_id: int, part: CacheSlice, desti
     owner = state.find_sibling(link.identity.instance)
     if owner is None:
         return
-    with owner.condition:
+    with owner.lock:
         record = owner.registry.get(cache_id)
     if record is None or part.first_tensor + part.tensor_count > record.layout.num_tensors:
         return  # the read itself finds that it is stale

@@ -41,10 +41,16 @@ class Pusher:
         """
         started = time.monotonic()
         record = self.check(request)
-        self.run(request, record, self.begin(request, record), started)
+        flight = Flight(None, (record.cache_id,))
+
+        def body() -> None:
+            self.begin(request, record, flight)
+            self.run(request, record, flight, started)
+
+        self._state.flights.fly(flight, body)
 
     def run(self, request: PushCache | PushBlocks, record: Record, flight: Flight, started: float) -> None:
-        """Offers the bytes, waits for the destination and ends the flight; its time began at ``started``."""
+        """Offers the bytes, waits for the destination; its time began at ``started``."""
         context = Context(
             f"push of cache {record.cache_id} to {request.key!r}",
             flight.link,
@@ -61,7 +67,6 @@ class Pusher:
             raise context.failure(exc) from None
         finally:
             offering.withdraw()
-            self._state.flights.end(flight)
 
     def check(self, request: PushCache | PushBlocks) -> Record:
         """The source; everything that needs no peer is checked.
@@ -71,7 +76,7 @@ class Pusher:
             ParamInvalidError: Managed mode, or a rule of the caller's side.
         """
         state = self._state
-        with state.condition:
+        with state.lock:
             state.check_open()
             record = state.record_of(request.cache)
         if not state.accessible:
@@ -85,7 +90,7 @@ class Pusher:
             planning.check_push_blocks(request, record.layout, src_is_blocks=record.is_blocks)
         return record
 
-    def begin(self, request: PushCache | PushBlocks, record: Record) -> Flight:
+    def begin(self, request: PushCache | PushBlocks, record: Record, flight: Flight) -> None:
         """Enters the flight.
 
         Raises:
@@ -93,12 +98,12 @@ class Pusher:
             CacheNotExistError: The local cache has gone meanwhile.
         """
         state = self._state
-        with state.condition:
+        with state.lock:
             state.check_open()
             state.check_admitting()
-            link = state.link_to(request.key.cluster_id)
+            flight.over(state.link_to(request.key.cluster_id))
             state.record_of(request.cache)
-            return state.flights.begin(Flight(link, (record.cache_id,)))
+            state.flights.begin(flight)
 
     def _terms(self, request: PushCache | PushBlocks, record: Record) -> OfferTerms:
         name = request_name(request.key)

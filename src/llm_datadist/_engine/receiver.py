@@ -240,7 +240,7 @@ class Receiver:
 
     def _begin(self, offer: ReceivedOffer, plan: _Plan, target: CacheSlice) -> Flight:
         state = self._state
-        with state.condition:
+        with state.lock:
             state.check_open()
             records = plan.records
             if records is None:
@@ -301,7 +301,7 @@ class Receiver:
         if target_key is None:
             return self._plan_by_address(offer)
         name, batch = codec.key_name(target_key), target_key.batch_index
-        with self._state.condition:
+        with self._state.lock:
             found = self._state.registry.find(name)
         if found is None:
             raise CacheNotExistError(f"no cache at the destination has the key {describe_name(name)}")
@@ -337,7 +337,7 @@ class Receiver:
         source, target = layer_plans.plan_layers_by_address(
             offer.source.layout, offer.offer.source_batch, len(offer.addresses), _blocks(offer), layers
         )
-        with self._state.condition:
+        with self._state.lock:
             self._owners(offer.addresses, target)
         return _Plan(source, target, offer.addresses, None)
 

@@ -42,7 +42,7 @@ class Responder:
         now = time.monotonic()
         left = min(max(message.time_left_ms, 0) / 1000, _LONGEST_LEASE_S)
         try:
-            with state.condition:
+            with state.lock:
                 state.check_open()
                 state.check_admitting()
                 if state.accessible:
@@ -69,7 +69,7 @@ class Responder:
     def release(self, link: Link, message: Release) -> None:
         """The reader is done."""
         state = self._state
-        with state.condition:
+        with state.lock:
             lease = state.leases.get(message.lease_id, link.token, time.monotonic())
             if lease is None:
                 return
@@ -84,7 +84,7 @@ class Responder:
         state = self._state
         name = codec.key_name(message.key)
         try:
-            with state.condition:
+            with state.lock:
                 state.check_open()
                 state.check_admitting()
                 if not state.accessible:
@@ -117,7 +117,7 @@ class Responder:
         """The same for what is sent within the call: nothing to pin."""
         try:
             request, part = codec.read_selector(selector)
-            with self._state.condition:
+            with self._state.lock:
                 record = self._allowed(link_token, request)[2]
                 check_slice(part, record.layout, unit_nbytes=record.layout.stride_nbytes)
                 send(part.extents(record.addresses))
@@ -127,7 +127,7 @@ class Responder:
 
     def _open(self, link_token: bytes, request: ReadRequest, part: CacheSlice) -> Serving:
         state = self._state
-        with state.condition:
+        with state.lock:
             link, leases, record = self._allowed(link_token, request)
             flight = Flight(link, (record.cache_id,), serving=True)
             state.flights.begin(flight)
@@ -188,7 +188,7 @@ class Serving:
         error = self._flight.error
         if error is not None:
             return Fault(FaultKind.REFUSED, str(error), error.status_code)
-        with self._state.condition:
+        with self._state.lock:
             why = self._lease_ended() if self._leases else self._key_moved()
         return Fault(FaultKind.REFUSED, why, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST) if why else None
 

@@ -29,6 +29,7 @@ INSTALL = "pip install --no-deps nixl-cu12 (or nixl-cu13); its torch is not need
 _NOT_INSTALLED = f"NIXL is not installed: {INSTALL}"
 _PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 _SEGMENTS = {"host": "DRAM_SEG", "cuda": "VRAM_SEG"}  # of ``Region.memory``, without ":device"
+_CONNECT = "UCX_TCP_CONN_NB"
 _PROGRESS_WAIT_US = 500_000  # longest sleep of the serving thread; events wake it at once
 _MAGIC = b"nixlSerDes|Agent"  # how metadata begin; the length (8 bytes) and the name of the agent follow
 
@@ -180,7 +181,7 @@ class _Agent:
         try:
             self._agent = bindings.nixlAgent(name, config)
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
-            self._agent.createBackend("UCX", {})
+            self._agent.createBackend("UCX", _config())
         except Exception as exc:
             self.close()
             raise TransportUnavailable(f"NIXL has no agent with UCX for us: {_text(exc)}") from exc
@@ -253,6 +254,11 @@ class _Agent:
     def _segment(self, memory: str) -> tuple[Any, int]:
         kind, _, device = memory.partition(":")
         return getattr(self._b, _SEGMENTS[kind]), int(device or 0)
+
+
+def _config() -> dict[str, str]:
+    """UCX waits for a connection over TCP as long as the system does, minutes, unless it is told not to."""
+    return {} if _CONNECT in os.environ else {"engine_config": f"{_CONNECT.removeprefix('UCX_')}=y"}
 
 
 def _text(exc: BaseException) -> str:

@@ -29,8 +29,8 @@ class Owner:
     __slots__ = ("_closed", "_lock", "_users")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
+        self._lock = threading.RLock()  # a hold may be dropped by the collector, wherever that runs
+        self._users: set[int] = set()
         self._closed = False
 
     @property
@@ -38,17 +38,21 @@ class Owner:
         """Whether the channel was closed."""
         return self._closed
 
-    def hold(self) -> bool:
-        """Keeps everything in place until ``release``; False when the channel is closed."""
+    def hold(self) -> Hold:
+        """What keeps everything in place, once it is taken."""
+        return Hold(self)
+
+    def keep(self, user: int) -> bool:
+        """For :class:`Hold`: the beginning; False when the channel is closed."""
         with self._lock:
             if not self._closed:
-                self._users += 1
+                self._users.add(user)
             return not self._closed
 
-    def release(self) -> None:
-        """The end of a ``hold``."""
+    def let_go(self, user: int) -> None:
+        """For :class:`Hold`: the end. Idempotent."""
         with self._lock:
-            self._users -= 1
+            self._users.discard(user)
             self._free_unused()
 
     def close(self) -> None:
@@ -72,6 +76,38 @@ class Owner:
     def _free_unused(self) -> None:
         if self._closed and not self._users:
             self._free()
+
+
+class Hold:
+    """Keeps an owner's memory in place: ``with owner.hold() as held``, where False means that it is closed.
+
+    An interrupt may come between any two steps, also of a ``finally``; the end of the object is its end then.
+    """
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner: Owner | None = owner
+
+    def take(self) -> bool:
+        """The beginning; False when the channel is closed."""
+        return self._owner is not None and self._owner.keep(id(self))
+
+    def drop(self) -> None:
+        """The end. Idempotent."""
+        if self._owner is not None:
+            self._owner.let_go(id(self))
+            self._owner = None
+
+    def __enter__(self) -> bool:
+        return self.take()
+
+    def __exit__(self, *_: object) -> None:
+        self.drop()
+
+    def __del__(self) -> None:
+        if getattr(self, "_owner", None) is not None:
+            self.drop()
 
 
 class Crew:
@@ -142,9 +178,9 @@ class OneSidedRead:
         nbytes = self._destination.nbytes
         if not nbytes:
             return Progress(0)
-        if not self._owner.hold():
-            return Progress(0, Fault(FaultKind.CANCELLED, "the channel is closed"))
-        try:
+        with self._owner.hold() as held:
+            if not held:
+                return Progress(0, Fault(FaultKind.CANCELLED, "the channel is closed"))
             self._deadline = deadline
             at = self._begin(nbytes)
             if at < nbytes and self._fault is None:
@@ -155,8 +191,6 @@ class OneSidedRead:
             if self._fault is None and self._owner.gone():
                 self._fault = self._owner.lost()
             return Progress(at, self._fault)
-        finally:
-            self._owner.release()
 
     # ---- what a subclass says --------------------------------------------------------------------
 

@@ -373,6 +373,10 @@ class _Small:
         there, here, nbytes = self._pieces
         return there, here, nbytes
 
+    def hole(self, here: U64, nbytes: U64) -> int | None:
+        """See ``Task``."""
+        return None
+
     def unwritable(self, at: int, max_nbytes: int) -> int | None:
         """See ``Task``."""
         return None

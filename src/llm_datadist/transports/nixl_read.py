@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llm_datadist._core.segments import U64, Extents, matched
+from llm_datadist.devices.cpu import first_unwritable
 from llm_datadist.transports._nixl import NixlLost, NixlRefused
 from llm_datadist.transports.nixl_session import Session, Source
 from llm_datadist.transports.seam import Fault, FaultKind, Progress
@@ -26,6 +27,7 @@ _QUICK_S, _SLOW_S = (
 )  # transfers that took less may be larger, those that took more must be smaller
 _SPIN_S = 50e-6
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 1e-3
+_LINGER_SHARE = 0.1  # of the time of a read, which may end that much later
 _LAST_BYTES_S = 0.1  # for a transfer whose channel was closed: its peer is mostly gone
 _RETRIES = 2
 
@@ -77,6 +79,9 @@ class Task(Protocol):
     def pieces(self, at: int, max_nbytes: int) -> tuple[U64, U64, U64]:
         """From byte ``at``: addresses there, addresses here, and bytes of each piece."""
 
+    def hole(self, here: U64, nbytes: U64) -> int | None:
+        """The first of these pieces of ours that is not wholly there to be written: its address."""
+
     def unwritable(self, at: int, max_nbytes: int) -> int | None:
         """An address of ours among these bytes that cannot be written."""
 
@@ -101,6 +106,11 @@ class Copy:
         there, _ = self._there.take_pairs(at, max_nbytes, MAX_RUNS)
         here, _ = self._here.take_pairs(at, max_nbytes, MAX_RUNS)
         return matched(there, here)
+
+    def hole(self, here: U64, nbytes: U64) -> int | None:
+        """See ``Task``. UCX does not say that it has left something out."""
+        bad = first_unwritable(here, nbytes) if self.memory == "host" else None
+        return None if bad is None else int(here[bad])
 
     def unwritable(self, at: int, max_nbytes: int) -> int | None:
         """See ``Task``."""
@@ -127,7 +137,7 @@ class NixlRead:
         task: What to read; or the fault that it is not possible.
     """
 
-    __slots__ = ("_at", "_cancelled", "_deadline", "_fault", "_losses", "_reach", "_task")
+    __slots__ = ("_at", "_cancelled", "_deadline", "_fault", "_linger_s", "_losses", "_reach", "_task")
 
     def __init__(self, reach: Reach, task: Task | Fault) -> None:
         self._reach = reach
@@ -145,6 +155,7 @@ class NixlRead:
         """Moves the bytes. To be called once."""
         task = self._task
         self._deadline = deadline
+        self._linger_s = min(self._reach.linger_s, max(0.0, deadline - time.monotonic()) * _LINGER_SHARE)
         if isinstance(task, Fault):
             return Progress(0, self._fault if self._must_stop() else task)
         while self._at < task.nbytes and not self._must_stop():
@@ -182,6 +193,11 @@ class NixlRead:
         pace = self._reach.pace
         there, here, lengths = task.pieces(self._at, pace.nbytes)
         nbytes = int(lengths.sum())
+        hole = task.hole(here, lengths)
+        if hole is not None:
+            text = f"the memory at {hole:#x} of this process is not all mapped and writable"
+            self._fault = Fault(FaultKind.DESTINATION, text)
+            return
         began = time.monotonic()
         if session.doomed:
             raise _Cut
@@ -200,7 +216,7 @@ class NixlRead:
                 if session.doomed or now >= limit:
                     raise _Cut
                 if limit == float("inf") and self._must_stop():
-                    limit = now + (_LAST_BYTES_S if self._reach.closed else self._reach.linger_s)
+                    limit = now + (_LAST_BYTES_S if self._reach.closed else self._linger_s)
                 if now < spin_until:
                     time.sleep(0)
                 else:

@@ -68,7 +68,7 @@ class FakeState:
     grace_s = 0.0
 
     def __init__(self) -> None:
-        self.condition = threading.Condition()
+        self.lock = threading.Lock()
         self.turns: list[Any] = []
         self.links = SimpleNamespace(call_soon=self.turns.append)
 

@@ -324,10 +324,11 @@ def test_a_second_ctrl_c_does_not_cut_the_join_short() -> None:
 
 def test_a_closed_channel_keeps_its_descriptor_until_the_last_read_ends(doomed: LocalPair) -> None:
     peer = doomed.channel.peer
-    assert peer.hold()
+    held = peer.hold()
+    assert held.take()
     before = len(os.listdir("/proc/self/fd"))
     doomed.channel.close()
     assert len(os.listdir("/proc/self/fd")) == before and not peer.gone()
-    assert not peer.hold()
-    peer.release()
+    assert not peer.hold().take()
+    held.drop()
     assert len(os.listdir("/proc/self/fd")) == before - 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import itertools
+import mmap
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +28,10 @@ from llm_datadist.transports.seam import (
     TransportUnavailable,
 )
 from tests.support.fake_nixl import buffer
+from tests.support.memory import PAGE, Mapping
 from tests.support.nixl_rig import SIZE, Rig, endpoint, kind_of, region
+
+LIBC = ctypes.CDLL(None)
 
 
 @pytest.fixture
@@ -101,6 +106,22 @@ def test_memory_of_several_caches_lives_until_the_last_is_gone(rig: Rig) -> None
         rig.check()
     rig.owner.unregister(tokens[2])
     assert kind_of(rig.read()) is FaultKind.SOURCE
+
+
+def test_a_destination_with_a_hole_is_refused_before_anything_moves(rig: Rig) -> None:
+    """UCX leaves out what follows the hole, and calls that success."""
+    rig.tell(rig.source, nbytes=4 * SIZE)
+    memory = Mapping(3 * PAGE)
+    token = rig.reader.register(region(memory.address, nbytes=3 * PAGE))
+    whole = Segments(extents([rig.source], [(0, 3 * PAGE)]), extents([memory.address], [(0, 3 * PAGE)]))
+    assert rig.channel.read(whole).wait(deadline=time.monotonic() + 10).fault is None
+    memory.view(0, 3 * PAGE)[:] = 0xA5
+    assert not LIBC.mprotect(ctypes.c_void_p(memory.address + PAGE), ctypes.c_size_t(PAGE), mmap.PROT_READ)
+    progress = rig.channel.read(whole).wait(deadline=time.monotonic() + 10)
+    assert kind_of(progress) is FaultKind.DESTINATION and not progress.nbytes
+    assert (memory.view(0, 3 * PAGE) == 0xA5).all()
+    rig.reader.unregister(token)
+    memory.close()
 
 
 def test_what_is_no_longer_a_destination_is_forgotten_at_once(rig: Rig) -> None:

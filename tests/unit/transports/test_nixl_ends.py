@@ -29,8 +29,8 @@ def test_a_transfer_that_does_not_end_is_cut_after_the_linger_time(rig: Rig) -> 
     rig.world.held.set()
     rig.here[:] = 0
     began = time.monotonic()
-    assert kind_of(rig.read(time_s=0.05)) is FaultKind.TIMEOUT
-    assert time.monotonic() - began >= 0.1
+    assert kind_of(rig.read(time_s=0.5)) is FaultKind.TIMEOUT
+    assert time.monotonic() - began >= 0.55
     assert set(rig.world.living) < before, "destroyed, or it would write later"
     rig.world.held.clear()
     assert not rig.here.any()
@@ -151,3 +151,15 @@ def test_closed_is_closed(rig: Rig) -> None:
         rig.open()
     with pytest.raises(RegistrationRefused, match="closed"):
         rig.reader.register(region(rig.destination, nbytes=SIZE))
+
+
+@pytest.mark.parametrize(("time_s", "at_most_s"), [(0.2, 0.3), (0.0, 0.1), (-1.0, 0.1)])
+def test_t2_a_short_read_lingers_for_a_tenth_of_its_time(time_s: float, at_most_s: float) -> None:
+    rig = Rig(linger_s=5)
+    rig.tell(rig.source, nbytes=SIZE)
+    rig.check()
+    rig.world.held.set()
+    began = time.monotonic()
+    assert kind_of(rig.read(time_s=time_s)) is FaultKind.TIMEOUT
+    assert time.monotonic() - began < at_most_s
+    rig.close()
