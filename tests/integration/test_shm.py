@@ -17,7 +17,7 @@ import pytest
 
 from llm_datadist import LLMException, LLMStatusCode
 from llm_datadist.devices.pool_memory import available_nbytes
-from llm_datadist.transports import shm_owner
+from llm_datadist.transports import shm_memory, shm_owner
 from tests.support import actors, allocated
 from tests.support.memory import FILL, PAGE
 from tests.support.pair import (
@@ -319,6 +319,17 @@ def _leave_no_descriptors(w: World) -> None:
             taken.callback(os.close, os.dup(0))
 
 
+def _leave_answers_alone(w: World) -> None:
+    """They come at once, before anybody could take the descriptors away."""
+    memories = w.extras["memories"] = []
+    shm_memory.PeerMemory.listen = lambda memory, adopt_reader: memories.append(memory)  # type: ignore[method-assign,assignment]
+
+
+def _hear_answers(w: World) -> None:
+    for memory in w.extras["memories"]:
+        memory.hear()
+
+
 @MODES
 def test_what_an_owner_refuses_after_the_handshake_goes_by_local(spawn: Spawner, mode: str) -> None:
     p = spawn(env=ALONE)
@@ -332,10 +343,13 @@ def test_what_an_owner_refuses_after_the_handshake_goes_by_local(spawn: Spawner,
 
 
 def test_a_reader_without_descriptors_is_told_so(spawn: Spawner) -> None:
-    pair = Pair(spawn(), spawn(env=ALONE), Combo("B", "shm")).up()
+    d = spawn(env=ALONE)
+    d.call(_leave_answers_alone)
+    pair = Pair(spawn(), d, Combo("B", "shm")).up()
     pair.source()
     pair.destination()
     pair.d.call(_leave_no_descriptors)
+    pair.d.call(_hear_answers)
     pair.pull_blocks([1], [2]).expect(FAILED, "out of descriptors")
     pair.unchanged()
 

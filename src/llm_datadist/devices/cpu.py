@@ -15,7 +15,10 @@ from numpy.typing import ArrayLike
 
 from llm_datadist._core.segments import U64
 
-_LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (..)", re.MULTILINE)
+_LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (....) [0-9a-f]+ [0-9a-f]+:[0-9a-f]+ ([0-9]+)", re.MULTILINE)
+_READABLE = re.compile(rb"r...")
+_WRITABLE = re.compile(rb".w..")
+_WRITABLE_PRIVATE = re.compile(rb".w.p")
 _TOP = 1 << 64
 
 
@@ -29,7 +32,7 @@ def first_unmapped(addresses: ArrayLike, nbytes: int) -> int | None:
     Returns:
         Its index, or None when all are.
     """
-    return _first_outside(addresses, nbytes, b"r", 0)
+    return _first_outside(addresses, nbytes, _READABLE)
 
 
 def is_writable(address: int, nbytes: int) -> bool:
@@ -42,15 +45,25 @@ def first_unwritable(addresses: ArrayLike, nbytes: int | U64) -> int | None:
 
     ``nbytes`` may be an array, none 0.
     """
-    return _first_outside(addresses, nbytes, b"w", 1)
+    return _first_outside(addresses, nbytes, _WRITABLE)
 
 
-def _first_outside(addresses: ArrayLike, nbytes: int | U64, right: bytes, column: int) -> int | None:
+def first_not_anonymous(addresses: ArrayLike, nbytes: int | U64) -> int | None:
+    """The first tensor that is not wholly in writable, private memory of no file; see :func:`first_unwritable`.
+
+    What is mapped of a file stays in the table when the file is cut short, and is SIGBUS from then on.
+    """
+    return _first_outside(addresses, nbytes, _WRITABLE_PRIVATE, anonymous=True)
+
+
+def _first_outside(
+    addresses: ArrayLike, nbytes: int | U64, rights: re.Pattern[bytes], anonymous: bool = False
+) -> int | None:
     starts = np.atleast_1d(np.asarray(addresses, dtype=np.uint64))
     if not len(starts) or (isinstance(nbytes, int) and nbytes <= 0):
         return None
     for _ in range(2):
-        outside = _outside(starts, nbytes, *_joined(right, column))
+        outside = _outside(starts, nbytes, *_joined(rights, anonymous))
         if not outside.any():
             return None
     return int(outside.argmax())
@@ -68,13 +81,13 @@ def _outside(
     return below
 
 
-def _joined(right: bytes, column: int) -> tuple[U64, U64]:
-    """Ascending [low, high) of the memory that has this right, as two columns."""
+def _joined(rights: re.Pattern[bytes], anonymous: bool) -> tuple[U64, U64]:
+    """Ascending [low, high) of the memory that has these rights, as two columns; only what is of no file, if asked."""
     with open("/proc/self/maps", "rb") as file:
         lines = _LINE.findall(file.read())
     joined: list[list[int]] = []
-    for first, end, rights in lines:
-        if rights[column : column + 1] != right:
+    for first, end, has, inode in lines:
+        if not rights.match(has) or (anonymous and int(inode)):
             continue
         low, high = int(first, 16), int(end, 16)
         if joined and joined[-1][1] == low:

@@ -12,6 +12,7 @@ import errno
 import os
 import threading
 import time
+import weakref
 
 from llm_datadist._core.segments import Extents, Segments
 from llm_datadist.transports import _libc
@@ -29,8 +30,8 @@ class Owner:
     __slots__ = ("_closed", "_lock", "_users")
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a hold may be dropped by the collector, wherever that runs
-        self._users: set[int] = set()
+        self._lock = threading.Lock()
+        self._users: set[weakref.ref[object]] = set()  # one whose ``let_go`` was interrupted dies
         self._closed = False
 
     @property
@@ -42,17 +43,17 @@ class Owner:
         """What keeps everything in place, once it is taken."""
         return Hold(self)
 
-    def keep(self, user: int) -> bool:
-        """For :class:`Hold`: the beginning; False when the channel is closed."""
+    def keep(self, user: object) -> bool:
+        """Everything stays in place while ``user`` lives, or until ``let_go``; False when the channel is closed."""
         with self._lock:
             if not self._closed:
-                self._users.add(user)
+                self._users.add(weakref.ref(user))
             return not self._closed
 
-    def let_go(self, user: int) -> None:
-        """For :class:`Hold`: the end. Idempotent."""
+    def let_go(self, user: object) -> None:
+        """The end of a ``keep``. Idempotent."""
         with self._lock:
-            self._users.discard(user)
+            self._users.discard(weakref.ref(user))
             self._free_unused()
 
     def close(self) -> None:
@@ -74,40 +75,35 @@ class Owner:
         raise NotImplementedError
 
     def _free_unused(self) -> None:
-        if self._closed and not self._users:
+        if self._closed and not any(user() is not None for user in self._users):
             self._free()
 
 
 class Hold:
     """Keeps an owner's memory in place: ``with owner.hold() as held``, where False means that it is closed.
 
-    An interrupt may come between any two steps, also of a ``finally``; the end of the object is its end then.
+    An interrupt may come between any two steps, also of a ``finally``: a hold that is not dropped ends as an object,
+    which the owner knows by a weak reference. (A ``__del__`` would swallow interrupts.)
     """
 
-    __slots__ = ("_owner",)
+    __slots__ = ("__weakref__", "_owner")
 
     def __init__(self, owner: Owner) -> None:
-        self._owner: Owner | None = owner
+        self._owner = owner
 
     def take(self) -> bool:
         """The beginning; False when the channel is closed."""
-        return self._owner is not None and self._owner.keep(id(self))
+        return self._owner.keep(self)
 
     def drop(self) -> None:
         """The end. Idempotent."""
-        if self._owner is not None:
-            self._owner.let_go(id(self))
-            self._owner = None
+        self._owner.let_go(self)
 
     def __enter__(self) -> bool:
         return self.take()
 
     def __exit__(self, *_: object) -> None:
         self.drop()
-
-    def __del__(self) -> None:
-        if getattr(self, "_owner", None) is not None:
-            self.drop()
 
 
 class Crew:

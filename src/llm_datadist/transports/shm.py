@@ -5,7 +5,7 @@ Strategy: the owner gives sealed memfds to readers of its own user (``shm_owner`
 looks at every page, and it needs no right to ptrace. Words are read in a mapping of the slab.
 Invariants: a reader can neither write nor resize what it is given; the end of the connection tells either
 side that the other has gone, across pid namespaces too.
-Threads: as the seam says; the owner answers on its control thread, and ``open`` does not wait for it.
+Threads: as the seam says; either side speaks and hears on its control thread; ``open`` waits for no answer.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from llm_datadist.transports.shm_rows import ShmRows, shm_rows
 
 _NAME_PREFIX = b"\0llm-datadist-shm/"
 _WORD_NBYTES = 8
+_BEST_BELOW_NBYTES = 16 << 10  # from there on the kernel copies as fast (`python -m benchmarks --rows sizes`)
 _TOP = 1 << 64
 
 
@@ -56,7 +57,7 @@ class ShmTransport:
 
     name: ClassVar[str] = "shm"
     caps: ClassVar[TransportCaps] = TransportCaps(
-        one_sided=True, same_host_only=True, partial=True, rows=True
+        one_sided=True, same_host_only=True, partial=True, rows=True, best_below_nbytes=_BEST_BELOW_NBYTES
     )
 
     def __init__(
@@ -76,6 +77,8 @@ class ShmTransport:
         self._channels: set[ShmChannel] = set()
         self._closed = False
         secret = random_bytes(SECRET_NBYTES)
+        self._adopt_reader = adopt_reader
+        self._drop_reader = drop_reader
         self._giver = Giver(areas, secret, adopt_reader, drop_reader)
         self._meeting = Meeting(
             _NAME_PREFIX, socket.SOCK_SEQPACKET, random_bytes, self._giver.welcome, adopt_reader, drop_reader
@@ -100,19 +103,19 @@ class ShmTransport:
         """
         endpoint = _decode(peer.blob)
         sock = meet(endpoint.name, socket.SOCK_SEQPACKET)
-        memory = PeerMemory(sock, endpoint.areas)
+        memory = PeerMemory(sock, endpoint.areas, self._drop_reader)
         channel = ShmChannel(memory, self._own, self._by_kernel, self._movers, self._forget)
         try:
             _ask(sock, endpoint.secret, memory)
+            with self._lock:
+                if self._closed:
+                    raise TransportUnavailable("transport shm of this process is closed")
+                self._channels.add(channel)
+            memory.listen(self._adopt_reader)
         except BaseException:
             channel.close()
             raise
-        with self._lock:
-            if not self._closed:
-                self._channels.add(channel)
-                return channel
-        channel.close()
-        raise TransportUnavailable("transport shm of this process is closed")
+        return channel
 
     def close(self) -> None:
         """Ends the listener, the connections of readers and all channels. Idempotent."""
@@ -163,22 +166,19 @@ class ShmChannel:
     def read_word(self, address: int, *, deadline: float) -> int | Fault:
         """One load, between two turns of the memory's lock; ``deadline`` plays no part."""
         memory = self.memory
-        if not memory.hold():
-            return Fault(FaultKind.CANCELLED, "the channel is closed")
-        try:
+        with memory.hold() as held:
+            if not held:
+                return Fault(FaultKind.CANCELLED, "the channel is closed")
             shift = memory.settle().shift_at(address, _WORD_NBYTES)
             word = 0 if shift is None else ctypes.c_uint64.from_address(address + shift).value
             if memory.gone():
                 return memory.lost()
             return word if shift is not None else memory.beyond(address)
-        finally:
-            memory.release()
 
     def peek(self, address: int) -> int | None:
         """See ``WordChannel``."""
         words = self.memory.words
         if words is None:
-            self.memory.look()
             return None
         at = address - words.low
         with self._turn:  # what was read before stays before, what is read after stays after
@@ -191,12 +191,8 @@ class ShmChannel:
         """Whether the peer has sent the memory that ``source`` is in; waits shortly if it has sent none yet."""
         if not source.nbytes:
             return True
-        if not self.memory.hold():
-            return False
-        try:
-            return self.memory.settle().shifts_of(source, Box.of(source)) is not None
-        finally:
-            self.memory.release()
+        with self.memory.hold() as held:
+            return held and self.memory.settle().shifts_of(source, Box.of(source)) is not None
 
     def rows(self, source: Extents, destination: Extents, nbytes: int) -> ShmRows | None:
         """See ``RowsChannel``."""
@@ -209,7 +205,6 @@ class ShmChannel:
     @property
     def refusal(self) -> str:
         """Why nothing is within reach (yet); empty once the memory has come."""
-        self.memory.look()
         return self.memory.reason
 
     def close(self) -> None:
@@ -226,7 +221,7 @@ def _ask(sock: socket.socket, secret: bytes, memory: PeerMemory) -> None:
     try:
         sock.send(secret)
     except OSError as exc:
-        memory.settle()
+        memory.hear()
         raise TransportUnavailable(memory.reason) from exc
 
 

@@ -1,10 +1,11 @@
 """Transport ``shm``, the reader's side: the peer's areas as they are mapped here, and whether it still lives.
 
 Strategy: the owner answers from its control thread, for which ours must not wait (both may be opening at
-once), so the answer is taken in by whoever first needs it, and waited for only shortly.
+once). Ours takes the answer in whenever it comes: no interrupt of a caller can lose it half-way. Callers
+wait for it, only shortly.
 Invariants: what is mapped is read-only and sealed, so the peer can neither take it away under a copy
 (SIGBUS) nor be harmed by us; it stays mapped while a read holds it. A forked child has none of it.
-Threads: every method may be called from any thread.
+Threads: every method may be called from any thread, but ``hear`` from one at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 
 from llm_datadist.devices.mapping import advise, map_memory, unmap
 from llm_datadist.devices.shared_memory import is_safe_to_map
-from llm_datadist.transports._meeting import end
+from llm_datadist.transports._meeting import AdoptReader, DropReader, end
 from llm_datadist.transports._one_sided import Owner
 from llm_datadist.transports.seam import Fault, FaultKind
 from llm_datadist.transports.shm_areas import Areas
@@ -44,16 +45,57 @@ class _Words:
     __slots__ = ("_address", "_nbytes", "_pid", "array", "low")
 
     def __init__(self, low: int, address: int, nbytes: int) -> None:
-        self.low = low  # where the slab begins for the peer
-        self.array = (ctypes.c_uint64 * (nbytes // 8)).from_address(address)
         self._address = address
         self._nbytes = nbytes
         self._pid = os.getpid()
+        self.low = low  # where the slab begins for the peer
+        self.array = (ctypes.c_uint64 * (nbytes // 8)).from_address(address)
 
     def __del__(self) -> None:
         """Unmaps it, but not in a forked child, which never had it."""
-        if os.getpid() == self._pid:
+        if getattr(self, "_pid", 0) == os.getpid():  # 0: it was not taken over
             unmap(self._address, self._nbytes)
+
+
+class _Loop:
+    """Who keeps the memory as long as the control loop has the socket."""
+
+
+_LOOP = _Loop()
+
+
+class _Latch:
+    """Something that happens once. No lock is shared, so that no interrupt of one who waits can leave it taken.
+
+    (``threading.Event`` has one, which an interrupted ``wait`` may keep; ``set`` would hang then.)
+    """
+
+    __slots__ = ("_waiting", "happened")
+
+    def __init__(self) -> None:
+        self.happened = False
+        self._waiting: list[threading.Lock] = []
+
+    def wait(self, deadline: float) -> None:
+        """Until it has happened, or the deadline."""
+        if self.happened:
+            return
+        mine = threading.Lock()
+        mine.acquire()
+        self._waiting.append(mine)
+        try:
+            if not self.happened:
+                mine.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(mine)
+
+    def happen(self) -> None:
+        """Wakes all who wait. Idempotent."""
+        self.happened = True
+        with contextlib.suppress(IndexError):
+            while True:
+                self._waiting.pop().release()
 
 
 class PeerMemory(Owner):
@@ -62,54 +104,60 @@ class PeerMemory(Owner):
     Args:
         sock: The connection to it, on which the secret has been shown.
         announced: (address, nbytes) of each area, as the handshake told it.
+        drop_reader: Takes the socket out of the control loop.
     """
 
     __slots__ = (
-        "_announced", "_answer_by", "_answering", "_idle", "_mapped", "_settled", "_sock", "areas", "reason", "words",
+        "_announced", "_answer_by", "_answered", "_drop_reader", "_idle", "_listening", "_mapped", "_sock", "areas",
+        "reason", "words",
     )  # fmt: skip
 
-    def __init__(self, sock: socket.socket, announced: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, sock: socket.socket, announced: Sequence[tuple[int, int]], drop_reader: DropReader
+    ) -> None:
         super().__init__()
         self._sock = sock
         self._announced = announced
         self._answer_by = time.monotonic() + ANSWER_S
-        self._answering = threading.Lock()
-        self._settled = False
+        self._answered = _Latch()
+        self._drop_reader = drop_reader
+        self._listening = False
         self._idle: list[select.poll] = []  # one object cannot be asked by two threads at once
         self._mapped: list[tuple[int, int]] = []
         self.areas = _NONE
         self.words: _Words | None = None
         self.reason = "the peer has not sent its memory yet: it is stopped, or too busy to answer"
 
+    def listen(self, adopt_reader: AdoptReader) -> None:
+        """Has the control thread take the answer in."""
+        if self.keep(_LOOP):
+            self._listening = True
+            adopt_reader(self._sock, self.hear)
+
+    def hear(self) -> None:
+        """Takes the answer if it has come; once is enough."""
+        with self.hold() as held:
+            if held and not self._answered.happened:
+                self._receive()
+        if not held or self._answered.happened:
+            self._stop_listening()
+
     def settle(self) -> Areas:
         """The areas; none of them as long as the peer has not sent them, or when it does not. Only while held."""
-        if not self._settled:
-            with self._answering:
-                self._receive(max(0.0, self._answer_by - time.monotonic()))
+        if not self._answered.happened:
+            self._answered.wait(self._answer_by)
         return self.areas
 
     def settle_by(self, deadline: float) -> bool:
-        """Waits for the answer; whether it has come."""
-        if self.hold():
-            try:
-                with self._answering:
-                    self._receive(max(0.0, deadline - time.monotonic()))
-            finally:
-                self.release()
-        return self._settled
+        """Waits for the answer; whether it has come, or cannot come any more."""
+        self._answered.wait(deadline)
+        return self._answered.happened
 
-    def look(self) -> None:
-        """Takes the answer if it has come, without waiting for it."""
-        if self._settled or not self._answering.acquire(blocking=False):
-            return
-        try:
-            if self.hold():
-                try:
-                    self._receive(0.0)
-                finally:
-                    self.release()
-        finally:
-            self._answering.release()
+    def close(self) -> None:
+        """Stops what runs; what is held goes with its last holder. Idempotent."""
+        super().close()
+        self._stop_listening()
+        self._answered.happen()
 
     def gone(self) -> bool:
         """Whether the other end of the connection is closed. Only while held."""
@@ -142,14 +190,21 @@ class PeerMemory(Owner):
         self.words = None
         _unmap(mapped)
 
-    def _receive(self, wait_s: float) -> None:
-        """Takes the answer if it has come, or comes in time. One thread at a time; once is enough."""
-        if self._settled:
+    def _stop_listening(self) -> None:
+        """Takes the socket out of the control loop, which may run a last ``hear`` meanwhile. Not under the lock.
+
+        By two threads at once: both steps are idempotent.
+        """
+        if not self._listening:
             return
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        if not poll.poll(wait_s * 1000):
-            return
+        try:
+            self._drop_reader(self._sock)
+        finally:
+            self._listening = False
+            self.let_go(_LOOP)
+
+    def _receive(self) -> None:
+        """Takes the answer if it has come."""
         try:
             message, fds = self._take_message()
         except BlockingIOError:
@@ -172,7 +227,7 @@ class PeerMemory(Owner):
 
     def _settle(self, reason: str) -> None:
         self.reason = reason
-        self._settled = True
+        self._answered.happen()
 
     def _map(self, message: bytes, fds: Sequence[int]) -> str:
         """Maps what came with the answer; returns why it cannot, or ""."""

@@ -4,8 +4,8 @@ Strategy: source addresses are moved into the mapping once, per tensor; then run
 where they are long, as units where they are not (``shm_copy``), and by the kernel where neither helps: odd
 sizes, or a busy interpreter.
 Invariant: a copy in user space writes only where this process may write: into areas of its own, or where
-its table of mappings says so. Anywhere else the kernel copies, for which a bad address is an answer; where
-it may not (seccomp), the destination is refused.
+its table of mappings shows anonymous memory. Anywhere else, files included (cut short they are SIGBUS), the
+kernel copies, for which a bad address is an answer; where it may not (seccomp), the destination is refused.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import os
 import numpy as np
 
 from llm_datadist._core.segments import Segments, matched
-from llm_datadist.devices.cpu import first_unwritable
+from llm_datadist.devices.cpu import first_not_anonymous, is_writable
 from llm_datadist.transports import _libc, shm_copy
 from llm_datadist.transports._one_sided import CALL_NBYTES, OneSidedRead, unwritable
 from llm_datadist.transports.movers import Movers
+from llm_datadist.transports.seam import Fault, FaultKind
 from llm_datadist.transports.shm_areas import Areas, Box
 from llm_datadist.transports.shm_memory import PeerMemory
 
@@ -111,7 +112,7 @@ class ShmRead(OneSidedRead):
         if self._by_kernel and nbytes <= CHECKED_NBYTES:
             self._in_kernel = True
             return False
-        if first_unwritable(self._destination.bases + np.uint64(box.offset), box.width) is None:
+        if first_not_anonymous(self._destination.bases + np.uint64(box.offset), box.width) is None:
             return True
         if self._by_kernel:  # the hole may be one that the plan spares; if not, this finds the very byte
             self._in_kernel = True
@@ -122,9 +123,9 @@ class ShmRead(OneSidedRead):
         destination = self._destination
         for base in destination.bases.tolist():
             starts = destination.offsets + np.uint64(base)
-            bad = first_unwritable(starts, destination.lengths)
+            bad = first_not_anonymous(starts, destination.lengths)
             if bad is not None:
-                self._note(unwritable(int(starts[bad])))
+                self._note(_unsafe(int(starts[bad]), int(destination.lengths[bad])))
                 return False
         return True
 
@@ -165,3 +166,14 @@ class ShmRead(OneSidedRead):
         if pace.slow:
             self._in_kernel = self._by_kernel
             self._patient = not self._by_kernel
+
+
+def _unsafe(address: int, nbytes: int) -> Fault:
+    """Why nothing is copied to ``address`` of ours where the kernel may not do it."""
+    if not is_writable(address, nbytes):
+        return unwritable(address)
+    return Fault(
+        FaultKind.DESTINATION,
+        f"address {address:#x} of this process is mapped from a file or shared, which can be cut short under a copy; "
+        "only the kernel could copy to it, and process_vm_readv is refused here: allow it, or use anonymous memory",
+    )

@@ -29,12 +29,10 @@ def shm_rows(
         destination: All of ours.
         nbytes: Bytes of a unit.
     """
-    if not fit_one_call(len(source.bases), nbytes) or not memory.hold():
+    if not fit_one_call(len(source.bases), nbytes):
         return None
-    try:
-        shifts = memory.settle().shifts_of(source, Box.of(source))
-    finally:
-        memory.release()
+    with memory.hold() as held:
+        shifts = memory.settle().shifts_of(source, Box.of(source)) if held else None
     if shifts is None:
         return None
     if len(source.bases) == 1 and own.shifts_of(destination, Box.of(destination)) is not None:
@@ -72,9 +70,7 @@ class ShmRows:
     def read(self, there: int, here: int, *, deadline: float) -> bool:
         """One copy, while the memory is held."""
         memory = self._memory
-        if time.monotonic() >= deadline or not memory.hold():
+        if time.monotonic() >= deadline:
             return False
-        try:
-            return self._rows.move(there, here) and not memory.gone() and not memory.closed
-        finally:
-            memory.release()
+        with memory.hold() as held:
+            return held and self._rows.move(there, here) and not memory.gone() and not memory.closed

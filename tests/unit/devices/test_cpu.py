@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import mmap
+import os
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -91,3 +94,41 @@ def test_many_tensors_and_many_mappings(memory: Memory) -> None:
     assert cpu.first_unwritable(addresses[5:] + np.uint64(PAGE), 2 * PAGE + 1) == 0
     memory.unmap(start + 2997 * PAGE, PAGE)
     assert cpu.first_unmapped(addresses, 1) == 999
+
+
+def _mapped_file(flags: int) -> mmap.mmap:
+    fd = os.memfd_create("test")
+    try:
+        os.ftruncate(fd, 2 * PAGE)
+        return mmap.mmap(fd, 2 * PAGE, flags=flags)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: _mapped_file(mmap.MAP_SHARED),
+        lambda: _mapped_file(mmap.MAP_PRIVATE),
+        lambda: mmap.mmap(-1, 2 * PAGE, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS),
+    ],
+    ids=["shared file", "private file", "shared memory"],
+)
+def test_what_is_of_a_file_is_not_anonymous(make: Callable[[], mmap.mmap], base: int) -> None:
+    """It may be writable in the table, and be cut short."""
+    with make() as mapping:
+        array = np.frombuffer(mapping, dtype=np.uint8)
+        start = array.ctypes.data
+        del array
+        assert cpu.is_writable(start, 2 * PAGE)
+        assert cpu.first_not_anonymous([base, start, base + PAGE], PAGE) == 1
+
+
+def test_anonymous_memory(base: int) -> None:
+    """Mapped, of the heap and of a stack; nothing that cannot be written."""
+    assert cpu.first_not_anonymous([base, base + 4 * PAGE], PAGE) is None
+    assert cpu.first_not_anonymous([base, base + 5 * PAGE], PAGE) == 1
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    named = {line[5]: int(line[0].split("-")[0], 16) for line in lines if len(line) > 5}
+    for name in ("[heap]", "[stack]"):
+        assert cpu.first_not_anonymous([named[name]], PAGE) is None

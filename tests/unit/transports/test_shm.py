@@ -175,6 +175,7 @@ def elsewhere(owner: ShmOwner, first: str = "", prefix: Sequence[str] = ()) -> s
 import base64, sys
 from tests.support.shm_pair import MIB, Shared, endpoint, settle, transport
 from llm_datadist.testing.board import extents
+from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import TransportUnavailable
 reader = transport([Shared(MIB).area])
 {first}
@@ -366,11 +367,12 @@ def test_a_closed_channel_keeps_its_mapping_until_the_last_read_ends(
     with closing(transport([area.area], loop=loop)) as owned:
         channel = opened(reader, owned.endpoint())
         before = len(mapped("memfd:test"))
-        assert channel.memory.hold()
+        held = channel.memory.hold()
+        assert held.take()
         channel.close()
         assert len(mapped("memfd:test")) == before and not channel.memory.gone()
-        assert not channel.memory.hold()
-        channel.memory.release()
+        assert not channel.memory.hold().take()
+        held.drop()
         assert len(mapped("memfd:test")) == before - 1
 
 

@@ -24,10 +24,11 @@ from llm_datadist.devices.mapping import unmap
 from llm_datadist.devices.shared_memory import create_memfd, seal
 from llm_datadist.testing.board import extents, soon
 from llm_datadist.transports import shm_memory, shm_owner
+from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import Fault, FaultKind, TransportUnavailable
 from llm_datadist.transports.shm import ShmChannel, ShmTransport
 from tests.support.local_pair import Loop
-from tests.support.shm_pair import MIB, Shared, ShmOwner, endpoint, settle, transport
+from tests.support.shm_pair import MIB, Reader, Shared, ShmOwner, endpoint, settle, transport
 from tests.support.world import wait_until
 
 WAIT_S = 10
@@ -185,9 +186,12 @@ def mapped(name: str) -> list[str]:
 # ---- where things are missing -----------------------------------------------------------------------------
 
 
-def test_a_reader_without_descriptors_says_so(area: Shared, loop: Loop, reader: ShmTransport) -> None:
+def test_a_reader_without_descriptors_says_so(area: Shared, loop: Loop) -> None:
     """The kernel truncates what it cannot pass on."""
-    with closing(transport([area.area], loop=loop)) as owned:
+    with (
+        closing(transport([area.area], loop=loop)) as owned,
+        closing(Reader([area.area], Movers(0), deaf=True)) as reader,
+    ):
         channel = reader.open(endpoint(owned.endpoint()), deadline=0)
         assert wait_until(lambda: any(owned._giver._readers.values()), WAIT_S)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -195,7 +199,7 @@ def test_a_reader_without_descriptors_says_so(area: Shared, loop: Loop, reader: 
         os.close(spare)
         resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
         try:
-            settle(channel)
+            channel.memory.hear()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert "without an answer" in channel.refusal or "descriptors" in channel.refusal

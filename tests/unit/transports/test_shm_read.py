@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -219,6 +221,30 @@ def test_a_destination_with_a_hole(
             assert hex(here + 9 * PAGE) in progress.fault.text or hex(here) in progress.fault.text
             assert progress.nbytes == (9 * PAGE if by_kernel else 0)
     assert ("kernel" in ways) == by_kernel
+
+
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_a_destination_in_a_file_that_was_cut_short(monkeypatch: pytest.MonkeyPatch, by_kernel: bool) -> None:
+    """Its table of mappings shows no difference, a copy from here would be SIGBUS."""
+    monkeypatch.setattr(shm_read, "CHECKED_NBYTES", 0)
+    with closing(Rig(1, by_kernel)) as rig, tempfile.TemporaryFile() as file:
+        file.truncate(20 * PAGE)
+        mapping = mmap.mmap(file.fileno(), 20 * PAGE)
+        array = np.frombuffer(mapping, dtype=np.uint8)
+        here = array.ctypes.data
+        runs = [(i * PAGE, PAGE) for i in range(20)]
+        plan = Segments(extents([rig.there.area.address], runs), extents([here], runs))
+        whole = rig.channel.read(plan).wait(deadline=soon())
+        if by_kernel:
+            assert whole == Progress(20 * PAGE) and np.array_equal(array, rig.there.view(0, 20 * PAGE))
+        file.truncate(9 * PAGE)
+        fault = rig.channel.read(plan).wait(deadline=soon()).fault
+        assert fault is not None and fault.kind is FaultKind.DESTINATION
+        if by_kernel:
+            assert hex(here + 9 * PAGE) in fault.text
+        else:
+            assert whole.nbytes == 0 and whole.fault == fault
+            assert hex(here) in fault.text and "use anonymous memory" in fault.text
 
 
 def test_a_destination_that_leaves_our_pool(alone: Rig) -> None:
