@@ -8,10 +8,12 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.engines import Kv
 from benchmarks.measure import Candidate, Unavailable
@@ -105,16 +107,30 @@ class PeerProcesses:
                 raise Unavailable(f"{self._peer.name} did not bring the right bytes")
         except RuntimeError as exc:
             raise Unavailable(f"{self._peer.name}: {exc}") from exc
+        self._signal(signal.SIGSTOP)
 
     def turns(self) -> Candidate:
         """The whole workload, once per turn."""
-        return Candidate(lambda: self._ends[1].call("turn"), self._pids)
+        return Candidate(lambda: self._turn("turn"), self._pids)
 
     def singles(self, calls: int) -> Candidate:
         """A request of its own for every call."""
-        return Candidate(lambda: self._ends[1].call("singles", calls=calls), self._pids)
+        return Candidate(lambda: self._turn("singles", calls=calls), self._pids)
+
+    def _turn(self, command: str, **arguments: Any) -> Any:
+        """Stopped between its turns: a progress thread that never sleeps would take a core from all others."""
+        self._signal(signal.SIGCONT)
+        try:
+            return self._ends[1].call(command, **arguments)
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        for pid in self._pids:
+            os.kill(pid, number)
 
     def close(self) -> None:
+        self._signal(signal.SIGCONT)
         for end in self._ends:
             end.close()  # not killed: a library may have shared memory to give back
 

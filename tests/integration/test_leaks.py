@@ -8,6 +8,7 @@ import llm_datadist as dd
 from llm_datadist import LLMException
 from tests.support import actors
 from tests.support.pair import P_ID, SUCCESS, Pair, of_model
+from tests.support.peers import Peer
 from tests.support.sockets import refusing_address
 from tests.support.world import World, wait_until
 
@@ -30,7 +31,8 @@ def test_r1_nothing_is_lost_per_call(pair: Pair, length: str) -> None:
     *work, cycles = ROUNDS[length]
     pair.d.call(_work, pair.address, nowhere, tuple(work), timeout=500)
     for peer, (resources, nbytes) in before.items():
-        assert wait_until(lambda p=peer, r=resources: p.call(actors.resources) == r), (  # type: ignore[misc]
+        # Fewer is no loss: at the first look a worker may have been about to end, a socket about to be closed.
+        assert wait_until(lambda p=peer, r=resources: _no_more(p, r)), (  # type: ignore[misc]
             peer.call(actors.resources),
             resources,
         )
@@ -38,8 +40,12 @@ def test_r1_nothing_is_lost_per_call(pair: Pair, length: str) -> None:
     for peer, (resources, _) in before.items():
         nbytes = peer.call(actors.rss_nbytes)
         peer.call(_cycles, cycles, timeout=500)
-        assert peer.call(actors.resources) <= resources
+        assert _no_more(peer, resources)
         assert peer.call(actors.rss_nbytes) - nbytes <= MAX_GROWTH
+
+
+def _no_more(peer: Peer, before: tuple[int, ...]) -> bool:
+    return all(now <= then for now, then in zip(peer.call(actors.resources), before, strict=True))
 
 
 def _work(w: World, address: tuple[str, int], nowhere: tuple[str, int], rounds: tuple[int, ...]) -> None:

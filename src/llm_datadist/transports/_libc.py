@@ -1,7 +1,7 @@
 """``process_vm_readv`` and its small print: the only place of the one-sided transports that calls into C.
 
 Invariant: a bad address, ours or the peer's, is an answer (EFAULT), never a signal.
-Threads: all functions may be called from any thread; the GIL is free during each call.
+Threads: all functions may be called from any thread; the GIL is free during each call that moves bytes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,14 @@ _readv.argtypes = [
 _prctl: Any = _libc.prctl
 _prctl.restype = ctypes.c_int
 _prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
+
+_poll_now: Any = ctypes.PyDLL(None).poll
+_poll_now.argtypes = [ctypes.c_void_p, ctypes.c_ulong, ctypes.c_int]
+
+
+class _PollFd(ctypes.Structure):
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
 
 _FourWords = ctypes.c_uint64 * 4
 _FiveWords = ctypes.c_uint64 * 5
@@ -95,6 +103,17 @@ def read_u64(pid: int, address: int) -> int:
     if done == 8:
         return words[0]
     return -ctypes.get_errno() if done < 0 else -errno.EFAULT
+
+
+def has_news(fd: int, events: int) -> bool:
+    """Whether ``poll`` tells one of these events of a descriptor now, or its end.
+
+    Keeps the GIL, for it cannot block: beside a thread that runs Python without a pause, whoever gives
+    the GIL away waits 5 ms to have it back.
+    """
+    asked = _PollFd(fd, events, 0)
+    told: int = _poll_now(ctypes.byref(asked), 1, 0)
+    return told > 0
 
 
 def can_write_byte(address: int) -> bool:

@@ -22,27 +22,19 @@ from llm_datadist.transports.seam import Completion, Fault, FaultKind, Progress
 class Peer(Owner):
     """The other process: its pid, and the descriptor that tells when it has gone."""
 
-    __slots__ = ("_fd", "_idle", "pid")
+    __slots__ = ("_fd", "pid")
 
     def __init__(self, pid: int, pidfd: int) -> None:
         super().__init__()
         self.pid = pid
         self._fd = pidfd
-        self._idle: list[select.poll] = []  # one object cannot be asked by two threads at once
 
     def gone(self) -> bool:
         """Whether the process has ended. If not held, look at ``closed`` afterwards."""
         fd = self._fd
         if fd < 0:
             return True
-        try:
-            poll = self._idle.pop()
-        except IndexError:
-            poll = select.poll()
-            poll.register(fd, select.POLLIN)
-        ended = bool(poll.poll(0))
-        self._idle.append(poll)
-        return ended
+        return _libc.has_news(fd, select.POLLIN)
 
     def lost(self) -> Fault:
         """What a read ends with then."""

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 from llm_datadist.devices.mapping import advise, map_memory, unmap
 from llm_datadist.devices.shared_memory import is_safe_to_map
+from llm_datadist.transports import _libc
 from llm_datadist.transports._meeting import AdoptReader, DropReader, end
 from llm_datadist.transports._one_sided import Owner
 from llm_datadist.transports.seam import Fault, FaultKind
@@ -108,7 +109,7 @@ class PeerMemory(Owner):
     """
 
     __slots__ = (
-        "_announced", "_answer_by", "_answered", "_drop_reader", "_idle", "_listening", "_mapped", "_sock", "areas",
+        "_announced", "_answer_by", "_answered", "_drop_reader", "_listening", "_mapped", "_sock", "areas",
         "reason", "words",
     )  # fmt: skip
 
@@ -122,7 +123,6 @@ class PeerMemory(Owner):
         self._answered = _Latch()
         self._drop_reader = drop_reader
         self._listening = False
-        self._idle: list[select.poll] = []  # one object cannot be asked by two threads at once
         self._mapped: list[tuple[int, int]] = []
         self.areas = _NONE
         self.words: _Words | None = None
@@ -161,14 +161,7 @@ class PeerMemory(Owner):
 
     def gone(self) -> bool:
         """Whether the other end of the connection is closed. Only while held."""
-        try:
-            poll = self._idle.pop()
-        except IndexError:
-            poll = select.poll()
-            poll.register(self._sock, select.POLLRDHUP)  # POLLHUP and POLLERR are always told
-        ended = bool(poll.poll(0))
-        self._idle.append(poll)
-        return ended
+        return _libc.has_news(self._sock.fileno(), select.POLLRDHUP)  # POLLHUP and POLLERR are always told
 
     def lost(self) -> Fault:
         """What a read ends with then."""
