@@ -61,12 +61,6 @@ class Extents(msgspec.Struct, frozen=True, eq=False):
         """The same where each tensor is ``shifts`` bytes further, modulo 2**64."""
         return Extents(self.bases + shifts, self.offsets, self.lengths, self.ends, self.row_nbytes)
 
-    def single(self) -> int | None:
-        """The address, if all of it is one run; None for all others."""
-        if len(self.bases) != 1 or len(self.offsets) != 1:
-            return None
-        return int(self.bases.item()) + int(self.offsets.item())
-
     def take(self, start: int, max_nbytes: int, max_runs: int) -> tuple[U64, U64, int]:
         """Expands the stream from byte ``start``, at most ``max_nbytes`` bytes and ``max_runs`` runs.
 

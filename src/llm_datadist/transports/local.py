@@ -27,10 +27,9 @@ from llm_datadist._core.segments import Extents, Segments
 from llm_datadist.transports import _libc
 from llm_datadist.transports._meeting import AdoptReader, DropReader, Meeting, credentials, meet
 from llm_datadist.transports._rows import fit_one_call
-from llm_datadist.transports.local_read import LocalRows, Peer, local_read, read_word
+from llm_datadist.transports.local_read import LocalRead, LocalRows, Peer, read_word
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import (
-    Completion,
     Fault,
     PeerEndpoint,
     TransportCaps,
@@ -149,9 +148,9 @@ class LocalChannel:
         self._movers = movers
         self._forget = forget
 
-    def read(self, plan: Segments) -> Completion:
+    def read(self, plan: Segments) -> LocalRead:
         """Prepares a read; ``plan.source`` must be Extents."""
-        return local_read(self.peer, self._movers, plan)
+        return LocalRead(self.peer, self._movers, plan)
 
     def read_word(self, address: int, *, deadline: float) -> int | Fault:
         """One call of the kernel, so ``deadline`` plays no part."""

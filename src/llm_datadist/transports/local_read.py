@@ -11,12 +11,12 @@ import os
 import select
 import time
 
-from llm_datadist._core.segments import U64, Extents, Segments
+from llm_datadist._core.segments import U64, Segments
 from llm_datadist.transports import _libc
-from llm_datadist.transports._one_sided import SPLIT_NBYTES, OneSidedRead, Owner
+from llm_datadist.transports._one_sided import OneSidedRead, Owner
 from llm_datadist.transports._rows import KernelRows
 from llm_datadist.transports.movers import Movers
-from llm_datadist.transports.seam import Completion, Fault, FaultKind, Progress
+from llm_datadist.transports.seam import Fault, FaultKind
 
 
 class Peer(Owner):
@@ -80,57 +80,11 @@ def read_word(peer: Peer, address: int) -> int | Fault:
     return Fault(kind, reason, cause=OSError(-word, os.strerror(-word)))
 
 
-def local_read(peer: Peer, movers: Movers, plan: Segments) -> Completion:
-    """A read of a plan with addresses, the shortest way for a single run."""
-    source, destination = plan.source, plan.destination
-    if isinstance(source, Extents) and source.nbytes == destination.nbytes <= SPLIT_NBYTES:
-        here, there = destination.single(), source.single()
-        if here is not None and there is not None:
-            return _OneRun(peer, movers, plan, here, there)
-    return LocalRead(peer, movers, plan)
-
-
-class _OneRun:
-    """A read of one run by one call of the kernel; if that does not do it all, a LocalRead finds out why.
+class LocalRows:
+    """Reads of one unit of each tensor, as the seam's ``Rows``.
 
     Nothing is held: that the channel is still open is looked at after all that may have used a descriptor.
     """
-
-    __slots__ = ("_cancelled", "_here", "_movers", "_peer", "_plan", "_there", "_whole")
-
-    def __init__(self, peer: Peer, movers: Movers, plan: Segments, here: int, there: int) -> None:
-        self._peer = peer
-        self._movers = movers
-        self._plan = plan
-        self._here = here
-        self._there = there
-        self._cancelled: str | None = None
-        self._whole: LocalRead | None = None
-
-    def cancel(self, reason: str = "") -> None:
-        """Ends the read after the call in progress."""
-        self._cancelled = reason
-        if self._whole is not None:
-            self._whole.cancel(reason)
-
-    def wait(self, *, deadline: float) -> Progress:
-        """Moves the bytes. To be called once."""
-        peer = self._peer
-        if self._cancelled is None and time.monotonic() < deadline and not peer.closed:
-            nbytes = self._plan.destination.row_nbytes
-            done = _libc.read_one(peer.pid, self._here, self._there, nbytes)
-            if done == nbytes:
-                gone = peer.gone()
-                if not peer.closed:
-                    return Progress(nbytes, peer.lost() if gone else None)
-        self._whole = LocalRead(peer, self._movers, self._plan)
-        if self._cancelled is not None:
-            self._whole.cancel(self._cancelled)
-        return self._whole.wait(deadline=deadline)
-
-
-class LocalRows:
-    """Reads of one unit of each tensor, as the seam's ``Rows``. Nothing is held, as in ``_OneRun``."""
 
     __slots__ = ("_peer", "_rows")
 
@@ -156,7 +110,11 @@ class LocalRead(OneSidedRead):
         self._peer = peer
 
     def _begin(self, nbytes: int) -> int:
-        return 0
+        run = self._one_run()
+        if run is None or self._must_stop():
+            return 0
+        there, here = run
+        return max(0, _libc.read_one(self._peer.pid, here, there, nbytes))
 
     def _move(self, at: int, stop: int) -> int:
         return self._move_by_kernel(self._peer.pid, at, stop)
