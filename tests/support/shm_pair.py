@@ -28,6 +28,7 @@ from llm_datadist.transports.seam import PeerEndpoint
 from llm_datadist.transports.shm import ShmChannel, ShmTransport
 from tests.support.local_pair import Loop, nothing
 from tests.support.memory import PAGE
+from tests.support.world import wait_until
 
 MIB = 1 << 20
 FILLED_NBYTES = 1 << 30
@@ -189,8 +190,9 @@ class ShmPair(ShmOwner):
 
 
 def settle(channel: ShmChannel) -> None:
-    """Until the owner has answered, however busy the machine."""
+    """Until the owner has answered and the control thread has let go of the channel, however busy the machine."""
     assert channel.settle(deadline=time.monotonic() + 30)
+    assert wait_until(lambda: not channel.memory._users, 30)
 
 
 def _main() -> None:

@@ -180,10 +180,8 @@ class OneSidedRead:
             self._deadline = deadline
             at = self._begin(nbytes)
             if at < nbytes and self._fault is None:
-                if nbytes > SPLIT_NBYTES and self._movers.count:
-                    at = self._move_together(nbytes)
-                else:
-                    at = self._move(at, nbytes)
+                together = self._moves_together(nbytes)
+                at = self._move_together(nbytes) if together else self._move(at, nbytes)
             if self._fault is None and self._owner.gone():
                 self._fault = self._owner.lost()
             return Progress(at, self._fault)
@@ -260,6 +258,10 @@ class OneSidedRead:
         return Fault(FaultKind.CHANNEL, text, cause=cause)
 
     # ---- together --------------------------------------------------------------------------------
+
+    def _moves_together(self, nbytes: int) -> bool:
+        """Whether movers help with a plan of so many bytes."""
+        return nbytes > SPLIT_NBYTES and self._movers.count > 0
 
     def _move_together(self, nbytes: int) -> int:
         """The caller and up to ``movers.count`` threads; returns the bytes that all of them moved."""

@@ -33,7 +33,7 @@ from llm_datadist.transports.shm_rows import ShmRows, shm_rows
 
 _NAME_PREFIX = b"\0llm-datadist-shm/"
 _WORD_NBYTES = 8
-_BEST_BELOW_NBYTES = 16 << 10  # from there on the kernel copies as fast (`python -m benchmarks --rows sizes`)
+_BEST_BELOW_NBYTES = 12 << 10  # from there on the kernel copies as fast (`python -m benchmarks --rows sizes`)
 _TOP = 1 << 64
 
 

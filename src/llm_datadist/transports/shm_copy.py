@@ -27,6 +27,7 @@ from llm_datadist.transports.shm_areas import Box
 
 CHUNK_NBYTES = 512 << 10  # measured: 256 KiB to 1 MiB are alike; a core's own cache has 0.5 to 2 MiB
 MAX_ROW_UNITS = 4 << 20  # their indices are kept for the time of the read: 64 MiB for both sides
+_MAX_UNIT_NBYTES = 512  # NumPy gives the GIL up for 500 pieces and more; this is twice as many a chunk
 MIN_UNIT_NBYTES = 64  # below it, a step per unit costs more than the kernel's per range
 SLOW_S = 0.003  # for a chunk: the interpreter's switch interval is 5 ms, the copy itself takes 0.1 ms
 _TURNS = 4  # of the largest steps: 2 MiB
@@ -99,11 +100,11 @@ class _Memory:
 class Pace:
     """How many pieces to copy until the clock is looked at again.
 
-    Few at first, so that a busy interpreter is noticed early. A thread that the system does not run is slow
-    too, but does not give way itself.
+    A thread that the system does not run is slow too, but does not give way itself.
 
     Args:
         most: Pieces, however well it goes.
+        first: Pieces of the first step: few where each is a call, so that a busy interpreter is noticed early.
         must_stop: Asked now and then.
         patient: Most at once, and no looking at the clock: there is no better way.
 
@@ -111,16 +112,28 @@ class Pace:
         slow: The steps had to wait for the GIL.
     """
 
-    __slots__ = ("_began", "_late", "_must_stop", "_patient", "_step", "_turn", "_waits", "most", "slow")
+    __slots__ = (
+        "_began",
+        "_first",
+        "_late",
+        "_must_stop",
+        "_patient",
+        "_step",
+        "_turn",
+        "_waits",
+        "most",
+        "slow",
+    )
 
-    def __init__(self, most: int, must_stop: Callable[[], bool], patient: bool) -> None:
+    def __init__(self, most: int, first: int, must_stop: Callable[[], bool], patient: bool) -> None:
         self.most = max(1, most)
         self.slow = False
         self._must_stop = must_stop
         self._patient = patient
         self._turn = 0
         self._late = 0
-        self._step = self.most >> 4
+        self._first = max(1, first)
+        self._step = 0
         self._waits = _times_waited()
         self._began = time.monotonic()
 
@@ -134,11 +147,11 @@ class Pace:
         now = time.monotonic()
         if now - self._began <= SLOW_S:
             self._late = 0
-            self._step = min(self.most, self._step * 2 or 1)
+            self._step = min(self.most, self._step * 2 or self._first)
         else:
             before, self._waits = self._waits, _times_waited()
             self._late += self._waits > before
-            self._step = 1
+            self._step = self._first
         self._began = now
         self.slow = self._late >= _PATIENCE
         return 0 if self.slow else self._step
@@ -151,7 +164,7 @@ def unit_nbytes(*sides: tuple[Extents, Box]) -> int:
         unit = _divisor(unit, extents.lengths)
         unit = _divisor(unit, extents.offsets - np.uint64(box.offset))
         unit = _divisor(unit, extents.bases - np.uint64(box.low - box.offset))
-    return unit
+    return next((u for u in range(_MAX_UNIT_NBYTES, _MAX_UNIT_NBYTES // 2, -1) if unit % u == 0), unit)
 
 
 def _divisor(unit: int, values: U64) -> int:

@@ -24,8 +24,10 @@ from llm_datadist.transports.seam import Fault, FaultKind
 from llm_datadist.transports.shm_areas import Areas, Box
 from llm_datadist.transports.shm_memory import PeerMemory
 
-# Measured: the copy of a unit passes through a buffer, that of a run costs a call; even at about 20 KiB.
-LONG_RUN_NBYTES = 24 << 10
+# Measured: the copy of a unit passes through a buffer, that of a run costs a call, and between threads a wait
+# for the GIL; they are even at about 20 KiB alone and 60 KiB together.
+_LONG_RUN_ALONE_NBYTES = 24 << 10
+_LONG_RUN_TOGETHER_NBYTES = 64 << 10
 _PATIENT_NBYTES = 4 << 20
 _BATCH_RUNS = 4096
 # Reading the table of mappings takes as long as the faster way saves on this much.
@@ -97,7 +99,8 @@ class ShmRead(OneSidedRead):
         if self._own.shifts_of(destination, box) is None and not self._may_write(nbytes, box):
             return
         runs = max(len(source.bases) * len(source.offsets), len(destination.bases) * len(destination.offsets))
-        if nbytes >= runs * LONG_RUN_NBYTES:
+        together = self._moves_together(nbytes)
+        if nbytes >= runs * (_LONG_RUN_TOGETHER_NBYTES if together else _LONG_RUN_ALONE_NBYTES):
             return
         unit = shm_copy.unit_nbytes((source, from_box), (destination, box))
         if unit < shm_copy.MIN_UNIT_NBYTES or source.row_nbytes > unit * shm_copy.MAX_ROW_UNITS:
@@ -141,7 +144,8 @@ class ShmRead(OneSidedRead):
     def _copy_units(self, at: int, stop: int) -> int:
         unit = self._unit
         first, count = at // unit, min(CALL_NBYTES, stop - at) // unit
-        pace = self._pace(unit)
+        most = self._chunk_nbytes() // unit
+        pace = shm_copy.Pace(most, most, self._must_stop, self._patient)
         si, di = self._from.indices(first, first + count), self._to.indices(first, first + count)
         done = shm_copy.copy_units(self._from, si, self._to, di, pace)
         self._judge(pace)
@@ -152,14 +156,14 @@ class ShmRead(OneSidedRead):
         source, _ = self._source.take_pairs(at, room, _BATCH_RUNS)
         destination, _ = self._destination.take_pairs(at, room, _BATCH_RUNS)
         there, here, nbytes = matched(source, destination)
-        pace = self._pace(int(nbytes.sum()) // len(nbytes))
+        most = self._chunk_nbytes() // (int(nbytes.sum()) // len(nbytes))
+        pace = shm_copy.Pace(most, 1, self._must_stop, self._patient)
         done = shm_copy.copy_runs(there, here, nbytes, pace)
         self._judge(pace)
         return int(nbytes[:done].sum())
 
-    def _pace(self, piece_nbytes: int) -> shm_copy.Pace:
-        chunk = _PATIENT_NBYTES if self._patient else shm_copy.CHUNK_NBYTES
-        return shm_copy.Pace(chunk // piece_nbytes, self._must_stop, self._patient)
+    def _chunk_nbytes(self) -> int:
+        return _PATIENT_NBYTES if self._patient else shm_copy.CHUNK_NBYTES
 
     def _judge(self, pace: shm_copy.Pace) -> None:
         """Whether to go on in the same way."""
