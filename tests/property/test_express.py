@@ -50,8 +50,8 @@ class Reader:
 class Walk(Engines):
     """Everything that is done is done to both readers."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__("B", "local")
+    def __init__(self, seed: int, backend: str) -> None:
+        super().__init__("B", backend)
         self.sources: dict[int, Registered] = {}
         self.random, self.rng = random.Random(seed), np.random.default_rng(seed)
         self.owner = self.make(1)
@@ -170,9 +170,11 @@ def remap(engine: LLMDataDist, memory: NDArray[np.uint8]) -> None:
     engine.cache_manager.remap_registered_memory(info)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_pulls_along_a_route_equal_plain_pulls(seed: int) -> None:
-    with Walk(seed) as walk:
+@pytest.mark.parametrize(
+    ("backend", "seed"), [("local", 0), ("local", 1), ("local", 2), ("tcp", 3), ("tcp", 4)]
+)
+def test_pulls_along_a_route_equal_plain_pulls(backend: str, seed: int) -> None:
+    with Walk(seed, backend) as walk:
         for _ in range(250):
             walk.step()
         assert sum(walk.readers[0].short) >= 100, "the short way was hardly ever taken"

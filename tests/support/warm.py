@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
-from llm_datadist._engine.routes import Route, ShortWay
+from llm_datadist._engine.routes import Route
+from llm_datadist._engine.short_ways import ByAddress, ByAsking
 from llm_datadist._engine.state import Peer, State, peer_of
 from tests.support.engines import Engines
 from tests.support.memory import FILL
@@ -93,16 +94,18 @@ class Warm(Engines):
     @contextmanager
     def meanwhile(self, event: Callable[[], object], *, done: bool | None = None) -> Iterator[None]:
         """``event`` happens in the middle of reads, which then end as they would, or with ``done``."""
-        route = self.route
-        assert route.short is not None
-        rows = route.short.rows
+        route, short = self.route, self.route.short
+        prepared: Any = short.rows if isinstance(short, ByAddress) else cast(ByAsking, short).units
 
         class Observed:
-            def read(self, there: int, here: int, *, deadline: float) -> bool:
-                result = rows.read(there, here, deadline=deadline)
+            def read(self, there: int, here: int, **how: Any) -> bool:
+                result = prepared.read(there, here, **how)
                 event()
-                return result if done is None else done
+                return bool(result if done is None else done)
 
-        self.put_back(msgspec.structs.replace(route, short=ShortWay(route.short.channel, Observed())))
+        part = "rows" if isinstance(short, ByAddress) else "units"
+        self.put_back(
+            msgspec.structs.replace(route, short=msgspec.structs.replace(short, **{part: Observed()}))
+        )
         yield
         self.put_back(route)

@@ -18,6 +18,8 @@ from llm_datadist._core.segments import U64
 from llm_datadist._wire.framing import Buffer, Frame, ProtocolError
 from llm_datadist._wire.messages import CacheEntry, KeyRef, ReadRequest, Word
 
+_UNIT_NBYTES = 4
+UNITS = 1 << 8 * _UNIT_NBYTES  # that four bytes can name
 _UINT32 = 1 << 32
 _INT64 = 1 << 63
 _UINT64 = 1 << 64
@@ -161,6 +163,17 @@ def selector(
     )
     indices = part.indices.astype(_INDEX_TYPES[index_nbytes])
     return len(head).to_bytes(_LENGTH_NBYTES, "little") + head + indices.tobytes()
+
+
+def unit_head(first: CacheSlice, cache_id: int, word: GenerationWord) -> bytes:
+    """``selector`` without its index: followed by four bytes, little-endian, it names that unit instead of 0."""
+    return selector(first, cache_id, word, None)[:-_UNIT_NBYTES]
+
+
+def is_unit(request: ReadRequest, part: CacheSlice) -> bool:
+    """Whether the selector of this request is such a head and a unit."""
+    whole = part.row_nbytes == part.unit_nbytes
+    return whole and len(part.indices) == 1 and request.index_nbytes == _UNIT_NBYTES
 
 
 def read_selector(data: bytes) -> tuple[ReadRequest, CacheSlice]:

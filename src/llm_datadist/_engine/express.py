@@ -1,8 +1,7 @@
 """The short way of a pull of one block that has been pulled along the same route before (mode B).
 
-Strategy: a plain pull leaves a ``Route``: both caches, and a read that the channel has prepared. The next
-pull looks, in one section under the lock, whether everything is as it was; then the block moves in one step,
-between two looks at the word.
+Strategy: a plain pull leaves a ``Route``: both caches, and a short way between them. The next pull looks, in
+one section under the lock, whether everything is as it was; then the block moves.
 Invariant: it only ever completes a pull that the plain way would complete, with the same bytes. Whatever is
 not as it was, or fails, is left to the plain way, which does the call from its start and knows every rule and
 every text. So nothing here says why something cannot be done.
@@ -13,21 +12,16 @@ from __future__ import annotations
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 
-from llm_datadist._core.layout import Layout
-from llm_datadist._core.registry import GenerationWord, Record, request_name
-from llm_datadist._core.remote_table import RemoteCache
+from llm_datadist._core.registry import request_name
 from llm_datadist._core.requests import PullBlocks, PullCache
-from llm_datadist._core.segments import U64, Extents
 from llm_datadist._engine.flights import Flight
-from llm_datadist._engine.routes import Route, ShortWay
+from llm_datadist._engine.routes import Route
+from llm_datadist._engine.short_ways import short_way
 from llm_datadist._engine.state import Peer, State, peer_of
-from llm_datadist._engine.ways import way_for
 from llm_datadist._link.link import Link
 from llm_datadist.caches import Cache
 from llm_datadist.keys import BlocksCacheKey
-from llm_datadist.transports.seam import Fault, RowsChannel
 
 
 class Express:
@@ -107,17 +101,10 @@ class Express:
         return True
 
     def _move(self, flight: Flight, route: Route, src: int, dst: int, started: float) -> bool:
-        """Whether the whole block came, of a cache that was still there after its last byte."""
-        peer, short = cast(Peer, flight.link.context), route.short
-        deadline = started + self._state.timeout_s
-        stride = route.record.layout.stride_nbytes
-        if short is None or not _is_intact(peer, short, route.word, deadline) or flight.error is not None:
+        if route.short is None or not route.short.move(flight, src, dst, started + self._state.timeout_s):
             return False
-        if not short.rows.read(src * stride, dst * stride, deadline=deadline):
-            return False
-        if not _is_intact(peer, short, route.word, deadline):
-            return False
-        peer.count_in(stride * route.record.layout.num_tensors)
+        layout = route.record.layout
+        cast(Peer, flight.link.context).count_in(layout.stride_nbytes * layout.num_tensors)
         return True
 
     # ---- finding routes ------------------------------------------------------------------------------
@@ -130,7 +117,7 @@ class Express:
         if type(key) is not BlocksCacheKey or request.layers.src or request.layers.dst:
             return
         link = state.links.get(key.cluster_id)
-        if link is None or not peer_of(link).by_address:
+        if link is None:
             return
         name = request_name(key)
         with state.lock:
@@ -145,35 +132,7 @@ class Express:
             return  # within one process source and destination may overlap, which is looked at every time
         if known is not None and known.record is record and known.leads_to(found):
             return
-        short = _short_way(peer, found.cache, record)
+        short = short_way(peer, found, record)
         with state.lock:
             if state.registry.get(record.cache_id) is record:
                 peer.routes.keep(Route(name, found.cache, found.word, version, record, short))
-
-
-def _is_intact(peer: Peer, short: ShortWay, word: GenerationWord, deadline: float) -> bool:
-    """Whether the word is what it was; False also if that cannot be found out."""
-    address, value = word
-    found: int | Fault | None = peer.words.peek(address) if peer.words is not None else None
-    if found is None:
-        found = short.channel.read_word(address, deadline=deadline)
-    return found == value
-
-
-def _short_way(peer: Peer, cache: RemoteCache, record: Record) -> ShortWay | None:
-    """The way of any block between these two caches, if its channel has a shorter one for repeated reads."""
-    there, here = cache.layout, record.layout
-    if there.num_tensors != here.num_tensors or there.stride_nbytes != here.stride_nbytes:
-        return None
-    source, destination = _whole(cache.addresses, there), _whole(record.addresses, here)
-    way = peer.only_way or way_for(peer.ways, source, cache.token, destination)
-    if way is None or not way.caps.rows:
-        return None
-    channel = cast(RowsChannel, way.channel)
-    rows = channel.rows(source, destination, here.stride_nbytes)
-    return None if rows is None else ShortWay(channel, rows)
-
-
-def _whole(bases: U64, layout: Layout) -> Extents:
-    run = np.array([0, layout.tensor_nbytes], dtype=np.uint64)
-    return Extents.of(bases, run[:1], run[1:])

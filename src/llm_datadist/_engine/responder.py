@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from llm_datadist._core.layout import CacheSlice, check_slice
 from llm_datadist._core.leases import Lease
 from llm_datadist._core.registry import KeyName, Record
@@ -118,12 +120,31 @@ class Responder:
         try:
             request, part = codec.read_selector(selector)
             with self._state.lock:
-                record = self._allowed(link_token, request)[2]
-                check_slice(part, record.layout, unit_nbytes=record.layout.stride_nbytes)
+                record = self._checked(link_token, request, part)
                 send(part.extents(record.addresses))
         except (ProtocolError, LLMException) as exc:
             return _refusal(exc)
         return None
+
+    def units(self, link_token: bytes, selector: bytes) -> ServedUnits | None:
+        """Those of the same cache, for a reader that pulls block by block."""
+        try:
+            request, part = codec.read_selector(selector)
+            if request.lease_id or not codec.is_unit(request, part):
+                return None
+            with self._state.lock:
+                record = self._checked(link_token, request, part)
+        except (ProtocolError, LLMException):
+            return None
+        return ServedUnits(
+            self._state, link_token, record, request.generation, part.extents(record.addresses)
+        )
+
+    def _checked(self, link_token: bytes, request: ReadRequest, part: CacheSlice) -> Record:
+        """Of what a part is. The caller holds the lock."""
+        record = self._allowed(link_token, request)[2]
+        check_slice(part, record.layout, unit_nbytes=record.layout.stride_nbytes)
+        return record
 
     def _open(self, link_token: bytes, request: ReadRequest, part: CacheSlice) -> Serving:
         state = self._state
@@ -169,6 +190,40 @@ class Responder:
             )
         check_accessible(record)
         return record
+
+
+class ServedUnits:
+    """Blocks of one cache that a reader was allowed. Implements ``transports.seam.ServedUnits``."""
+
+    def __init__(
+        self, state: State, link_token: bytes, record: Record, generation: int, one: Extents
+    ) -> None:
+        self._state = state
+        self._link_token = link_token
+        self._record = record
+        self._generation = generation
+        self._bases, self._lengths = one.bases, one.lengths
+        self._dim0, self._stride_nbytes = record.layout.dim0, one.row_nbytes
+
+    def send_now(self, unit: int, send: Callable[[Extents], None]) -> bool:
+        """Shows a block to ``send``, if the reader is still allowed it."""
+        if unit >= self._dim0:
+            return False
+        stride, lengths = self._stride_nbytes, self._lengths
+        offsets = np.array((unit * stride,), dtype=np.uint64)
+        extents = Extents(self._bases, offsets, lengths, lengths, stride)
+        with self._state.lock:
+            if not self._stands():
+                return False
+            send(extents)
+        return True
+
+    def _stands(self) -> bool:
+        state, record = self._state, self._record
+        if state.closed is not None or self._link_token not in state.by_token:
+            return False
+        registry = state.registry
+        return registry.get(record.cache_id) is record and registry.is_current(record, self._generation)
 
 
 class Serving:

@@ -5,20 +5,27 @@ Thread rule: ``find`` from any thread; everything else under the engine's lock.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 
 from llm_datadist._core.registry import GenerationWord, KeyName, Record
 from llm_datadist._core.remote_table import Found, RemoteCache
-from llm_datadist.transports.seam import OneSidedChannel, Rows
+from llm_datadist._engine.flights import Flight
 
 MAX_ROUTES = 1024  # of one peer: pairs of a model there and a cache here
 
 
-class ShortWay(msgspec.Struct, frozen=True, eq=False):
-    """A channel, and a read of one block of each tensor that it has prepared."""
+class ShortWay(Protocol):
+    """What a repeated pull of one block of each tensor needs, prepared. Threads: any, several at once."""
 
-    channel: OneSidedChannel
-    rows: Rows
+    def move(self, flight: Flight, src: int, dst: int, deadline: float) -> bool:
+        """Moves block ``src`` of the peer's cache to block ``dst`` of ours; a cut of the flight ends it.
+
+        Returns:
+            True: it came whole, of a cache that was still there after its last byte. False: anything else,
+            whatever it is; ``dst`` may have changed. Nothing is written afterwards in either case.
+        """
 
 
 class Route(msgspec.Struct, frozen=True, eq=False):

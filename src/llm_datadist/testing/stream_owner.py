@@ -113,6 +113,9 @@ class ExtentsSource:
         finally:
             serving.close()
 
+    def units(self, link_token: bytes, selector: bytes) -> None:
+        """See ``seam.ReadSource``: selectors of addresses have no units."""
+
 
 class Port:
     """A listening port whose connections are handed to a transport, as an engine does it."""

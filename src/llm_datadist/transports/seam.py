@@ -34,6 +34,7 @@ class TransportCaps:
         None  # mean bytes of a run from which a one-sided way that is not partial is as fast
     )
     rows: bool = False  # its channels are RowsChannel
+    units: bool = False  # its channels are UnitsChannel
     cancellable: bool = True  # else ``wait`` may outlast its deadline until the engine below lets go
 
 
@@ -171,6 +172,35 @@ class RowsChannel(OneSidedChannel, Protocol):
         """
 
 
+OnCut = Callable[[Callable[[str], None] | None], None]
+
+
+class Units(Protocol):
+    """``Rows`` of an owner who is asked."""
+
+    def read(self, unit: int, here: int, *, deadline: float, on_cut: OnCut) -> bool:
+        """Moves one unit of each of the owner's tensors to ``here`` bytes into ours.
+
+        ``on_cut`` is told what ends the read, with a reason; None, when it has ended.
+
+        Returns:
+            As ``Rows.read``.
+        """
+
+
+class UnitsChannel(Channel, Protocol):
+    """A channel that has a shorter way for reads that are repeated."""
+
+    def units(self, head: bytes, destination: U64, nbytes: int) -> Units | None:
+        """Prepares reads of ``nbytes`` of each tensor; None where there is no short way.
+
+        Args:
+            head: Followed by the number of a unit, 4 bytes, little-endian, it is the selector of a read.
+            destination: (T,) uint64, our tensors.
+            nbytes: Bytes of a unit of one tensor.
+        """
+
+
 class RegisteringChannel(PartialChannel, Protocol):
     """A channel to memory that its owner has registered with the same transport."""
 
@@ -246,6 +276,13 @@ class Serving(Protocol):
         """The read is over, well or not. Idempotent."""
 
 
+class ServedUnits(Protocol):
+    """What selectors find that differ in nothing but their last four bytes, the number of a unit."""
+
+    def send_now(self, unit: int, send: Callable[[Extents], None]) -> bool:
+        """As ``ReadSource.send_now``; False: nothing was sent, ask there."""
+
+
 class ReadSource(Protocol):
     """The owner's side of a transport that is not one-sided. The engine implements it."""
 
@@ -258,6 +295,9 @@ class ReadSource(Protocol):
         For small answers: nothing can be withdrawn before ``send`` has returned, so nothing is pinned, and
         nothing need be checked afterwards. ``send`` neither blocks nor raises. Does not block.
         """
+
+    def units(self, link_token: bytes, selector: bytes) -> ServedUnits | None:
+        """Those like ``selector``; None where it does not end with the number of a unit, or is refused."""
 
 
 class StreamChannel(Channel, Protocol):

@@ -40,7 +40,7 @@ class TcpTransport:
     """
 
     name: ClassVar[str] = "tcp"
-    caps: ClassVar[TransportCaps] = TransportCaps(one_sided=False, same_host_only=False)
+    caps: ClassVar[TransportCaps] = TransportCaps(one_sided=False, same_host_only=False, units=True)
 
     def __init__(
         self,

@@ -16,11 +16,14 @@ import threading
 from collections.abc import Callable
 from itertools import pairwise
 
-from llm_datadist._core.segments import Extents, Segments
+from llm_datadist._core.segments import U64, Extents, Segments
+from llm_datadist.transports._sockets import NOW_NBYTES
 from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint, Progress
 from llm_datadist.transports.tcp_pool import ConnectionPool, Taker, dial
 from llm_datadist.transports.tcp_server import MAX_CONNECTIONS, TcpServer
+from llm_datadist.transports.tcp_units import TcpUnits
 
+MAX_UNIT_TENSORS = 256  # of a read by units: whoever has more does not feel what they save
 STRIPE_NBYTES = 8 << 20  # least bytes of a stripe: some milliseconds, against 0.1 ms for its thread
 FAR_STRIPE_NBYTES = (
     1 << 20
@@ -84,6 +87,13 @@ class TcpChannel:
         return StripedRead(
             [TcpRead(self.pool, selector, destination, *cut) for cut in pairwise(cuts)], nbytes
         )
+
+    def units(self, head: bytes, destination: U64, nbytes: int) -> TcpUnits | None:
+        """See the seam. Only what an owner sends at once, and a table of iovecs holds."""
+        count = len(destination)
+        if not 0 < count * nbytes <= NOW_NBYTES or count > MAX_UNIT_TENSORS:
+            return None
+        return TcpUnits(self.pool, head, destination, nbytes)
 
     def _count_stripes(self, nbytes: int) -> int:
         if self.pool.round_trip_s >= FAR_S:

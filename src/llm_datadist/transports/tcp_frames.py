@@ -21,6 +21,8 @@ STREAM_NBYTES = 1 << 62  # far above any cache; keeps sums of positions within i
 
 _REQUEST = struct.Struct("<4sIQQI4x")
 _HEADER = struct.Struct("<2sBBIII")
+_MIDDLE_AT = 8  # behind magic and id
+_UNIT_NBYTES = 4
 _REQUEST_MAGIC = b"LDr1"
 _HEADER_MAGIC = b"LD"
 _DATA, _END = 1, 2
@@ -48,6 +50,11 @@ class Request(msgspec.Struct, frozen=True):
     stop: int
     selector: bytes
 
+    @property
+    def nbytes(self) -> int:
+        """Of the request itself."""
+        return REQUEST_NBYTES + len(self.selector)
+
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -61,6 +68,36 @@ class End:
 def encode_request(request_id: int, start: int, stop: int, selector: bytes) -> bytes:
     """The head of a request; the selector follows it."""
     return _REQUEST.pack(_REQUEST_MAGIC, request_id, start, stop, len(selector))
+
+
+class UnitRequests:
+    """Requests that differ in nothing but the last four bytes of their selectors, the number of a unit.
+
+    Args:
+        head: What the selectors have in common.
+        nbytes: Of each answer.
+    """
+
+    __slots__ = ("_middle", "_pack", "nbytes")
+
+    def __init__(self, head: bytes, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._middle = _REQUEST.pack(b"", 0, 0, nbytes, len(head) + _UNIT_NBYTES)[_MIDDLE_AT:] + head
+        self._pack = struct.Struct(f"<4sI{len(self._middle)}sI").pack
+
+    def encode(self, request_id: int, unit: int) -> bytes:
+        """A whole request, selector included."""
+        return self._pack(_REQUEST_MAGIC, request_id, self._middle, unit)
+
+
+def middle_of(raw: bytes) -> bytes:
+    """What a request has in common with all others of the same ``UnitRequests``; empty for what is no request."""
+    return raw[_MIDDLE_AT:-_UNIT_NBYTES] if raw.startswith(_REQUEST_MAGIC) else b""
+
+
+def unit_of(raw: bytes) -> tuple[int, int]:
+    """(request id, unit) of such a request."""
+    return int.from_bytes(raw[4:_MIDDLE_AT], "little"), int.from_bytes(raw[-_UNIT_NBYTES:], "little")
 
 
 def encode_data(request_id: int, nbytes: int) -> bytes:
@@ -118,6 +155,11 @@ class RequestParser:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
+    @property
+    def empty(self) -> bool:
+        """Whether no part of a request is waiting for the rest."""
+        return not self._buffer
+
     def feed(self, data: bytes | memoryview) -> None:
         """Takes bytes as they arrived."""
         self._buffer += data
@@ -132,22 +174,22 @@ class RequestParser:
             return None
         request = _parse(self._buffer)
         if request is not None:
-            del self._buffer[: REQUEST_NBYTES + len(request.selector)]
+            del self._buffer[: request.nbytes]
         return request
 
-    def take(self, data: memoryview) -> Request | None:
+    def take(self, data: bytes | memoryview) -> Request | None:
         """``feed`` and ``next`` in one: a whole request, which is the rule, is parsed where it lies."""
         if self._buffer:
             self.feed(data)
             return self.next()
         request = _parse(data)
-        used = REQUEST_NBYTES + len(request.selector) if request is not None else 0
+        used = request.nbytes if request is not None else 0
         if used < len(data):
             self._buffer += data[used:]
         return request
 
 
-def _parse(raw: bytearray | memoryview) -> Request | None:
+def _parse(raw: bytes | bytearray | memoryview) -> Request | None:
     if len(raw) < REQUEST_NBYTES:
         return None
     magic, request_id, start, stop, selector_nbytes = _REQUEST.unpack_from(raw)

@@ -75,11 +75,17 @@ class ConnectionPool:
         self._asked: deque[float] = deque()  # when; as many as have not come in
         self._closed = False
 
+    def take_idle(self, taker: Taker) -> ReadingConnection | None:
+        """An idle connection, if there is one. Must be given back."""
+        with self._lock:
+            # None is kept once the pool is closed.
+            return self._lend(taker) if self._idle and taker.cancelled is None else None
+
     def take(self, taker: Taker, deadline: float) -> ReadingConnection | Fault:
         """An idle connection or a new one, by the deadline. Must be given back."""
-        with self._lock:
-            if self._idle and taker.cancelled is None:  # none is kept once it is closed
-                return self._lend(taker)
+        idle = self.take_idle(taker)
+        if idle is not None:
+            return idle
         while True:
             with self._lock:
                 self._waiting += 1

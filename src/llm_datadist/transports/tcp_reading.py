@@ -16,7 +16,7 @@ import select
 import socket
 from collections.abc import Callable
 
-from llm_datadist._core.segments import Extents
+from llm_datadist._core.segments import U64, Extents
 from llm_datadist.transports._sockets import (
     NOW_NBYTES,
     SEND_NOW,
@@ -36,6 +36,7 @@ from llm_datadist.transports.tcp_frames import (
     End,
     EndKind,
     FrameError,
+    UnitRequests,
     decode_header,
     encode_request,
 )
@@ -108,6 +109,30 @@ class ReadingConnection:
             return Fault(FaultKind.CHANNEL, f"the peer broke the protocol: {exc}", cause=exc)
         except OSError as exc:
             return self._fault_of(exc)
+
+    def read_unit(self, requests: UnitRequests, unit: int, pairs: U64, deadline: float) -> bool:
+        """Brings a small stream into ``pairs``, (n, 2) rows of (address, nbytes); whether all of it came, and valid.
+
+        What else may happen is not told: the connection is in step, or it is not.
+        """
+        self.answered, self.moved, self.in_step = False, 0, False
+        self._last_id = number = (self._last_id + 1) & 0xFFFFFFFF
+        nbytes = requests.nbytes
+        try:
+            data = requests.encode(number, unit)
+            if send_now(self._fd, data) < len(data):
+                return False
+            self._iovecs.clear()
+            self._iovecs.extend(pairs, nbytes)
+            self._iovecs.append(self._head.address, HEADER_NBYTES)
+            self._receive_header(deadline)
+            header = decode_header(self._header, number, nbytes)
+            if header == nbytes:
+                self._receive(deadline, nbytes)
+                header = decode_header(self._header, number, 0)
+            return isinstance(header, End) and self._end(header, deadline) is None
+        except (_Late, FrameError, OSError):
+            return False
 
     def _fault_of(self, exc: OSError) -> Fault:
         if exc.errno == errno.EFAULT:

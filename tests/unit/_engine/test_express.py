@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, Cache, CacheKey, LLMStatusCode
-from llm_datadist._engine import express
 from llm_datadist._engine.flights import Flight
+from llm_datadist._engine.short_ways import ByAddress
 from llm_datadist.keys import CacheKeyByIdAndIndex
 from llm_datadist.status import CacheNotExistError
 from llm_datadist.transports.seam import Fault, FaultKind
@@ -27,8 +27,15 @@ GONE = CacheNotExistError("gone")
 BLOCK_NBYTES = 4 * 64
 
 
-@pytest.fixture(params=["local", "shm"])
+@pytest.fixture(params=["local", "shm", "tcp"])
 def warm(request: pytest.FixtureRequest) -> Iterator[Warm]:
+    with Warm(request.param) as warm:
+        yield warm
+
+
+@pytest.fixture(params=["local", "shm"])
+def near(request: pytest.FixtureRequest) -> Iterator[Warm]:
+    """Read by address."""
     with Warm(request.param) as warm:
         yield warm
 
@@ -212,34 +219,34 @@ def test_other_news_of_the_peer_do_not_matter(warm: Warm) -> None:
     assert warm.route.version == warm.peer.table.version, "it is looked up once"
 
 
-def test_a_word_that_has_changed_before_lets_nothing_be_read(warm: Warm) -> None:
-    warm.owner._engine._state.clear_word(warm.route.word)  # type: ignore[union-attr]
-    with warm.meanwhile(lambda: pytest.fail("a read")):
-        assert not warm.again()
-    assert warm.untouched()
+def test_a_word_that_has_changed_before_lets_nothing_be_read(near: Warm) -> None:
+    near.owner._engine._state.clear_word(near.route.word)  # type: ignore[union-attr]
+    with near.meanwhile(lambda: pytest.fail("a read")):
+        assert not near.again()
+    assert near.untouched()
 
 
-def test_a_word_that_cannot_be_read_lets_nothing_be_read(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = warm.route.short
-    assert short is not None
-    monkeypatch.setattr(warm.peer, "words", None)
+def test_a_word_that_cannot_be_read_lets_nothing_be_read(near: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = near.route.short
+    assert isinstance(short, ByAddress)
+    monkeypatch.setattr(near.peer, "words", None)
     monkeypatch.setattr(short.channel, "read_word", lambda *_, **__: Fault(FaultKind.PEER_LOST, "gone"))
-    assert not warm.again()
-    assert warm.untouched()
+    assert not near.again()
+    assert near.untouched()
 
 
-def test_without_a_mapping_words_are_read_by_the_channel(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm.peer, "words", None)
-    assert warm.again()
-    assert warm.arrived()
+def test_without_a_mapping_words_are_read_by_the_channel(near: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near.peer, "words", None)
+    assert near.again()
+    assert near.arrived()
 
 
-def test_a_word_that_changes_meanwhile_is_noticed(warm: Warm) -> None:
-    clear = lambda: warm.owner._engine._state.clear_word(warm.route.word)  # type: ignore[union-attr]  # noqa: E731
-    began = warm.peer.bytes_in
-    with warm.meanwhile(clear):
-        assert not warm.again()
-    assert warm.peer.bytes_in == began
+def test_a_word_that_changes_meanwhile_is_noticed(near: Warm) -> None:
+    clear = lambda: near.owner._engine._state.clear_word(near.route.word)  # type: ignore[union-attr]  # noqa: E731
+    began = near.peer.bytes_in
+    with near.meanwhile(clear):
+        assert not near.again()
+    assert near.peer.bytes_in == began
 
 
 def test_a_read_that_fails_is_for_the_plain_way(warm: Warm) -> None:
@@ -284,16 +291,16 @@ def test_a_cut_pull_ends_with_the_reason(warm: Warm) -> None:
 
 
 def test_a_cut_before_the_first_byte_lets_nothing_be_read(
-    warm: Warm, monkeypatch: pytest.MonkeyPatch
+    near: Warm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut(*_: object) -> bool:
-        warm.state.flights.cut(lambda _: True, GONE)
+        near.state.flights.cut(lambda _: True, GONE)
         return True
 
-    monkeypatch.setattr(express, "_is_intact", cut)
-    with warm.meanwhile(lambda: pytest.fail("a read")), pytest.raises(CacheNotExistError, match="gone"):
-        warm.again()
-    assert warm.untouched()
+    monkeypatch.setattr(ByAddress, "_is_intact", cut)
+    with near.meanwhile(lambda: pytest.fail("a read")), pytest.raises(CacheNotExistError, match="gone"):
+        near.again()
+    assert near.untouched()
 
 
 def test_a_cut_that_comes_too_late_is_none(warm: Warm) -> None:

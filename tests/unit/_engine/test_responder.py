@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -109,3 +110,70 @@ def test_a_small_answer_is_sent_under_the_lock(scene: Scene, monkeypatch: pytest
     scene.reader.cache_manager.pull_blocks(BlocksCacheKey(OWNER, 5), scene.into, [0], [1])
     assert free == [False]
     assert (scene.memory[:, 1] == 7).all() and (scene.memory[:, 0] == FILL).all()
+
+
+# ---- units ------------------------------------------------------------------------------------------
+
+
+def units_of(scene: Scene) -> Any:
+    units = scene.responder.units(scene.token, scene.selector(2))
+    assert units is not None
+    return units
+
+
+def test_any_unit_is_shown_as_if_it_had_been_asked_for(scene: Scene) -> None:
+    units = units_of(scene)
+    for block in range(4):
+        shown: list[Extents] = []
+        assert units.send_now(block, shown.append)
+        assert shown == scene.ask("send_now", scene.token, scene.selector(block))[1]
+    assert not units.send_now(4, pytest.fail)
+    assert not units.send_now((1 << 32) - 1, pytest.fail)
+
+
+def test_units_are_shown_under_the_lock(scene: Scene) -> None:
+    assert units_of(scene).send_now(
+        0, lambda _: pytest.fail("free") if scene.state.lock.acquire(False) else None
+    )
+    assert scene.state.lock.acquire(False)
+    scene.state.lock.release()
+
+
+def test_units_that_are_not_what_they_were_are_not_shown(scene: Scene) -> None:
+    state, units = scene.state, units_of(scene)
+    link = state.by_token.pop(scene.token)
+    assert not units.send_now(0, pytest.fail)
+    state.by_token[link.token] = link
+    state.closed = ValueError("closed")
+    assert not units.send_now(0, pytest.fail)
+    state.closed = None
+    assert units.send_now(0, lambda _: None)
+    record = state.registry.get(scene.cache_id)
+    with state.lock:
+        scene.owner._engine._catalog._renew(record)
+    assert not units.send_now(0, pytest.fail)
+    units = units_of(scene)
+    assert units.send_now(0, lambda _: None)
+    scene.owner.cache_manager.unregister_cache(scene.cache_id)
+    assert not units.send_now(0, pytest.fail)
+
+
+def test_not_every_selector_has_units(scene: Scene) -> None:
+    part, word = (
+        CacheSlice(0, 1, np.array([1], np.uint64), 64, 64),
+        scene.state.registry.get(scene.cache_id).word,
+    )
+    two = msgspec.structs.replace(part, indices=np.array([1, 2], np.uint64), row_nbytes=128)
+    cut = msgspec.structs.replace(part, row_nbytes=63)
+    for other in (two, cut):
+        selector = codec.selector(other, scene.cache_id, word, None)
+        assert isinstance(scene.ask("send_now", scene.token, selector)[0], type(None))
+        assert scene.responder.units(scene.token, selector) is None
+    leased = codec.selector(part, scene.cache_id, word, (1, word))
+    wide = codec.selector(
+        msgspec.structs.replace(part, indices=np.array([1 << 32], np.uint64)), 1, word, None
+    )
+    stale, foreign = scene.selector(0, wrong_by=2), scene.selector(4)
+    for selector in (leased, wide, stale, foreign, b"", b"1234"):
+        assert scene.responder.units(scene.token, selector) is None
+    assert scene.responder.units(b"?" * 16, scene.selector(0)) is None

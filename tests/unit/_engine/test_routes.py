@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,9 +16,11 @@ from llm_datadist._core.registry import GenerationWord, KeyName, Record
 from llm_datadist._core.remote_table import Found, RemoteCache
 from llm_datadist._engine import express
 from llm_datadist._engine.routes import MAX_ROUTES, Route, Routes
+from llm_datadist._engine.short_ways import ByAsking, short_way
 from llm_datadist._engine.ways import Way
 from llm_datadist.transports.local import LocalChannel
 from llm_datadist.transports.seam import TransportCaps
+from llm_datadist.transports.tcp_channel import TcpChannel
 from tests.support.warm import KEY, Warm
 from tests.support.world import wait_until
 
@@ -81,6 +85,13 @@ def warm() -> Iterator[Warm]:
         yield warm
 
 
+@pytest.fixture
+def asked() -> Iterator[Warm]:
+    """Not read by address."""
+    with Warm("tcp") as warm:
+        yield warm
+
+
 def pulled(
     warm: Warm, key: Any = KEY, cache: Cache | None = None, src: Any = (1,), dst: Any = (2,), **more: Any
 ) -> int:
@@ -115,9 +126,9 @@ def test_none_between_engines_of_one_process(warm: Warm) -> None:
     assert not pulled(warm)
 
 
-@pytest.mark.parametrize(("mode", "backend"), [("A", "local"), ("B", "tcp")])
-def test_none_where_there_is_no_short_way(mode: str, backend: str) -> None:
-    with Warm(backend, mode) as warm:
+@pytest.mark.parametrize("backend", ["local", "tcp"])
+def test_none_in_managed_mode(backend: str) -> None:
+    with Warm(backend, "A") as warm:
         assert not len(warm.peer.routes)
         assert not warm.again()
         assert warm.code() == LLMStatusCode.LLM_SUCCESS
@@ -136,14 +147,34 @@ def test_that_a_channel_has_no_short_way_is_remembered(warm: Warm, monkeypatch: 
 
 def test_not_every_channel_has_one(warm: Warm) -> None:
     known = warm.route
-    assert express._short_way(warm.peer, known.cache, known.record) is not None
+    found = Found(known.cache, 0, known.word)
+    assert short_way(warm.peer, found, known.record) is not None
     channel: Any = object()
     plain = TransportCaps(one_sided=True, same_host_only=True)
     warm.peer.only_way = Way("plain", plain, channel, channel)
-    assert express._short_way(warm.peer, known.cache, known.record) is None
+    assert short_way(warm.peer, found, known.record) is None
 
 
-def test_a_cache_of_another_form_has_no_short_way(warm: Warm) -> None:
+def test_an_owner_who_is_asked_must_be_able_to_say_it_shortly(
+    asked: Warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit has four bytes; and the channel must take part."""
+    known = asked.route
+    assert isinstance(known.short, ByAsking)
+    for dim0, there in ((1 << 32, True), ((1 << 32) + 1, False)):
+        layout = msgspec.structs.replace(known.cache.layout, dim0=dim0)
+        found = Found(msgspec.structs.replace(known.cache, layout=layout), 0, known.word)
+        assert (short_way(asked.peer, found, known.record) is not None) is there
+    found = Found(known.cache, 0, known.word)
+    monkeypatch.setattr(TcpChannel, "units", lambda *_: None)
+    assert short_way(asked.peer, found, known.record) is None
+    (way,) = asked.peer.ways
+    asked.peer.ways = (replace(way, caps=TransportCaps(one_sided=False, same_host_only=False)),)
+    monkeypatch.setattr(TcpChannel, "units", lambda *_: pytest.fail("asked"))
+    assert short_way(asked.peer, found, known.record) is None
+
+
+def test_a_cache_of_another_form_has_no_short_way(warm: Warm, asked: Warm) -> None:
     """A range of layers fits where the whole does not; so a route may lead there."""
     memory = warm.space(warm.reader, (2, 4, 64))
     narrow = warm.register(warm.reader, memory)
@@ -151,17 +182,16 @@ def test_a_cache_of_another_form_has_no_short_way(warm: Warm) -> None:
     warm.reader.cache_manager.pull_blocks(KEY, warm.cache, [1], [2])
     for layout in (Layout(2, 4, 64), Layout(4, 4, 32)):
         record = Record(9, DESC, layout, warm.route.record.addresses, True, True, WORD, ())
-        assert express._short_way(warm.peer, warm.route.cache, record) is None
+        for peer in (warm.peer, asked.peer):
+            assert short_way(peer, Found(warm.route.cache, 0, WORD), record) is None
 
 
 def test_a_cache_that_goes_meanwhile_leaves_none(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
-    short_way = express._short_way
-
     def and_unregister(*arguments: Any) -> Any:
         warm.reader.cache_manager.unregister_cache(warm.cache.cache_id)
         return short_way(*arguments)
 
-    monkeypatch.setattr(express, "_short_way", and_unregister)
+    monkeypatch.setattr(express, "short_way", and_unregister)
     assert not pulled(warm)
 
 

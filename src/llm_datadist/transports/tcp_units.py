@@ -1,0 +1,53 @@
+"""Reads of one unit of each of some tensors, again and again: what every such read repeats is made once.
+
+Strategy: on an idle connection only. Without one, and whenever the answer is not the usual one, the read is
+left to the plain way. Threads: any, several at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llm_datadist._core.segments import U64
+from llm_datadist.transports.seam import Fault, FaultKind, OnCut
+from llm_datadist.transports.tcp_frames import UnitRequests
+from llm_datadist.transports.tcp_pool import ConnectionPool, Taker
+
+
+class TcpUnits:
+    """See ``seam.Units``."""
+
+    __slots__ = ("_bases", "_first", "_pool", "_requests", "_table")
+
+    def __init__(self, pool: ConnectionPool, head: bytes, bases: U64, nbytes: int) -> None:
+        self._pool = pool
+        self._requests = UnitRequests(head, nbytes * len(bases))
+        self._table = np.full((len(bases), 2), nbytes, dtype=np.uint64)
+        self._table[:, 0] = bases
+
+    def read(self, unit: int, here: int, *, deadline: float, on_cut: OnCut) -> bool:
+        """One request, and its answer."""
+        taker = _Reader(self._pool)
+        connection = self._pool.take_idle(taker)
+        if connection is None:
+            return False
+        on_cut(taker.cancel)
+        try:
+            pairs = self._table + np.array((here, 0), dtype=np.uint64)
+            return connection.read_unit(self._requests, unit, pairs, deadline)
+        finally:
+            on_cut(None)
+            self._pool.give_back(taker, connection)
+
+
+class _Reader(Taker):
+    """A read under way."""
+
+    __slots__ = ("_pool",)
+
+    def __init__(self, pool: ConnectionPool) -> None:
+        self.sock = self.cancelled = None
+        self._pool = pool
+
+    def cancel(self, reason: str) -> None:
+        self._pool.cancel(self, Fault(FaultKind.CANCELLED, reason))
