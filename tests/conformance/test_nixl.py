@@ -10,6 +10,7 @@ import pytest
 from llm_datadist._core.segments import Segments
 from llm_datadist.testing.board import PAGE, board_of, check_fault, extents, soon
 from llm_datadist.testing.one_sided import PartialConformance
+from llm_datadist.testing.rows import RowsConformance
 from llm_datadist.testing.transports import Pair, TransportConformanceSlow
 from llm_datadist.transports.seam import FaultKind
 from tests.support.nixl_pair import NixlPair, need_nixl
@@ -49,3 +50,7 @@ class TestNixl(PartialConformance):
 
 class TestNixlSlow(TestNixl, TransportConformanceSlow):
     pass
+
+
+class TestNixlRows(RowsConformance):
+    """Repeated reads of one unit of each tensor."""

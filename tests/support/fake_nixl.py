@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ class World:
         unreachable: Names of agents that nobody can connect to.
         before_end: Called when a transfer is looked at.
         losses: How often a transfer failed.
+        at_once: Transfers may end when they are posted.
     """
 
     held: threading.Event = field(default_factory=threading.Event)
@@ -36,6 +38,7 @@ class World:
     keys: Any = field(default_factory=itertools.count)
     before_end: Any = None
     losses: int = 0
+    at_once: bool = False
 
     def agents(self, name: str, serving: bool) -> FakeAgent:
         agent = FakeAgent(self, name, serving)
@@ -59,7 +62,8 @@ class FakeAgent:
         self.peers: set[str] = set()
         self.loads = 0
         self._world = world
-        self._transfers: dict[int, list[tuple[int, int, int]]] = {}
+        self._transfers: dict[int, tuple[str, list[tuple[int, int, int, int]]]] = {}
+        self._under_way: set[int] = set()
 
     def register(self, memory: str, rows: U64) -> None:
         self._alive()
@@ -94,7 +98,7 @@ class FakeAgent:
         self.loads += 1
         self.there += [(memory, tuple(row)) for memory, row in told["rows"]]
 
-    def start(self, peer: str, there: tuple[str, U64], here: tuple[str, U64], nbytes: U64) -> int | None:
+    def make(self, peer: str, there: tuple[str, U64], here: tuple[str, U64], nbytes: U64) -> int:
         self._alive()
         copies = []
         for source, destination, size in zip(
@@ -106,18 +110,22 @@ class FakeAgent:
             except NixlRefused:
                 self._world.losses += 1
                 raise
-            owner = self._world.living.get(peer)
-            if (
-                peer in self._world.unreachable
-                or owner is None
-                or row[2] not in {r[2] for _, r in owner.here}
-            ):
-                self._world.losses += 1
-                raise NixlLost("NIXL_ERR_REMOTE_DISCONNECT")
-            copies.append((destination, source, size))
+            copies.append((destination, source, size, row[2]))
         number = next(self._world.keys)
-        self._transfers[number] = copies
+        self._transfers[number] = peer, copies
         return number
+
+    def post(self, transfer: int) -> bool:
+        self._alive()
+        assert transfer not in self._under_way, "posted again before it has ended"
+        peer, copies = self._transfers[transfer]
+        owner = self._world.living.get(peer)
+        keys = {row[2] for _, row in owner.here} if owner is not None else set()
+        if peer in self._world.unreachable or any(key not in keys for *_, key in copies):
+            self._world.losses += 1
+            raise NixlLost("NIXL_ERR_REMOTE_DISCONNECT")
+        self._under_way.add(transfer)
+        return self._world.at_once and self.ended(transfer)
 
     def ended(self, transfer: int) -> bool:
         self._alive()
@@ -125,15 +133,20 @@ class FakeAgent:
             self._world.before_end()
         if self._world.held.is_set():
             return False
-        for destination, source, size in self._transfers[transfer]:
+        for destination, source, size, _ in self._transfers[transfer][1]:
             ctypes.memmove(destination, source, size)
+        self._under_way.discard(transfer)
         return True
 
     def release(self, transfer: int) -> None:
         self._alive()
+        assert transfer not in self._under_way, "it would go on writing"
         del self._transfers[transfer]
 
-    def close(self) -> None:
+    def close(self, ended: Sequence[int] = ()) -> None:
+        for transfer in ended:
+            self.release(transfer)
+        assert set(self._transfers) <= self._under_way, "a transfer that has ended was not freed"
         self._world.living.pop(self.name, None)
 
     def _alive(self) -> None:

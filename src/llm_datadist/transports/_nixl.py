@@ -11,12 +11,13 @@ Threads: a reading agent takes one call at a time (``Session`` sees to it), a se
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 
@@ -59,8 +60,8 @@ class Agent(Protocol):
     def load(self, metadata: bytes) -> None:
         """Takes a peer's metadata."""
 
-    def start(self, peer: str, there: tuple[str, U64], here: tuple[str, U64], nbytes: U64) -> int | None:
-        """Begins a read of pieces; None when it has ended already.
+    def make(self, peer: str, there: tuple[str, U64], here: tuple[str, U64], nbytes: U64) -> int:
+        """Makes a transfer that reads pieces.
 
         Args:
             peer: Name of the agent that is read.
@@ -69,14 +70,21 @@ class Agent(Protocol):
             nbytes: Bytes of each piece.
         """
 
+    def post(self, transfer: int) -> bool:
+        """Begins a transfer that is not under way; whether it has ended already, and well."""
+
     def ended(self, transfer: int) -> bool:
         """Whether a transfer has ended well; makes it go on otherwise."""
 
     def release(self, transfer: int) -> None:
         """Frees a transfer that has ended. One that has not would go on writing."""
 
-    def close(self) -> None:
-        """Destroys the agent: its connections end, and nothing is written any more. Idempotent."""
+    def close(self, ended: Sequence[int] = ()) -> None:
+        """Destroys the agent: its connections end, and nothing is written any more. Idempotent.
+
+        Args:
+            ended: Transfers to free before, none of them under way.
+        """
 
 
 Agents: TypeAlias = Callable[[str, bool], Agent]
@@ -201,19 +209,14 @@ class _Agent:
     def load(self, metadata: bytes) -> None:
         self._call(self._agent.loadRemoteMD, metadata)
 
-    def start(self, peer: str, there: tuple[str, U64], here: tuple[str, U64], nbytes: U64) -> int | None:
-        b = self._b
+    def make(self, peer: str, there: tuple[str, U64], here: tuple[str, U64], nbytes: U64) -> int:
         local, remote = self._pieces(*here, nbytes), self._pieces(*there, nbytes)
-        transfer: int = self._call(self._agent.createXferReq, b.NIXL_READ, local, remote, peer, "", [])
-        try:
-            done: bool = self._call(self._agent.postXferReq, transfer, b"") == b.NIXL_SUCCESS
-        except BaseException:
-            self.release(transfer)
-            raise
-        if not done:
-            return transfer
-        self.release(transfer)
-        return None
+        made: int = self._call(self._agent.createXferReq, self._b.NIXL_READ, local, remote, peer, "", [])
+        return made
+
+    def post(self, transfer: int) -> bool:
+        done: bool = self._call(self._agent.postXferReq, transfer, b"") == self._b.NIXL_SUCCESS
+        return done
 
     def ended(self, transfer: int) -> bool:
         done: bool = self._call(self._agent.getXferStatus, transfer) == self._b.NIXL_SUCCESS
@@ -222,9 +225,12 @@ class _Agent:
     def release(self, transfer: int) -> None:
         self._call(self._agent.releaseXferReq, transfer)
 
-    def close(self) -> None:
+    def close(self, ended: Sequence[int] = ()) -> None:
         agent, self._agent = self._agent, None
         if agent is not None and os.getpid() == self._pid:
+            for transfer in ended:
+                with contextlib.suppress(*self._errors):
+                    agent.releaseXferReq(transfer)
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(agent))
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -245,6 +251,8 @@ class _Agent:
 
     def _pieces(self, memory: str, addresses: U64, nbytes: U64) -> Any:
         segment, device = self._segment(memory)
+        if len(addresses) == 1:
+            return self._b.nixlXferDList(segment, [(addresses.item(), nbytes.item(), device)])
         table = np.empty((len(addresses), 3), dtype=np.uint64)
         table[:, 0] = addresses
         table[:, 1] = nbytes

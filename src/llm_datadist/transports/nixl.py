@@ -23,8 +23,9 @@ from llm_datadist._core.segments import U64, Extents
 from llm_datadist.devices.cpu import first_unwritable
 from llm_datadist.transports import _nixl
 from llm_datadist.transports._nixl import Agents, NixlLost, NixlRefused
-from llm_datadist.transports.nixl_channel import ID_NBYTES, NONCE_NBYTES, Endpoint, NixlChannel, Token
+from llm_datadist.transports.nixl_channel import ID_NBYTES, Endpoint, NixlChannel, Token
 from llm_datadist.transports.nixl_ranges import Book, none, spans
+from llm_datadist.transports.nixl_small import NONCE_NBYTES
 from llm_datadist.transports.seam import (
     PeerEndpoint,
     Region,
@@ -65,7 +66,12 @@ class NixlTransport:
 
     name: ClassVar[str] = "nixl"
     caps: ClassVar[TransportCaps] = TransportCaps(
-        one_sided=True, same_host_only=False, partial=True, needs_registration=True, cancellable=False
+        one_sided=True,
+        same_host_only=False,
+        partial=True,
+        needs_registration=True,
+        rows=True,
+        cancellable=False,
     )
 
     def __init__(

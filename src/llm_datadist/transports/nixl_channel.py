@@ -8,7 +8,6 @@ Threads: any. ``close`` never waits for the lock that the making of a session ho
 
 from __future__ import annotations
 
-import queue
 import secrets
 import threading
 import time
@@ -20,13 +19,13 @@ import numpy as np
 from llm_datadist._core.segments import U64, Extents, Segments
 from llm_datadist.transports import _libc
 from llm_datadist.transports._nixl import Agents, NixlLost, NixlRefused, knows, name_in
+from llm_datadist.transports.nixl_again import NixlRows, fit_one_step, word_again
 from llm_datadist.transports.nixl_ranges import Ranges, none, spans
 from llm_datadist.transports.nixl_read import Copy, NixlRead, Pace
 from llm_datadist.transports.nixl_session import NixlBusy, Session, Source
+from llm_datadist.transports.nixl_small import NONCE_NBYTES, Scratch, Small
 from llm_datadist.transports.seam import Fault, FaultKind, TransportUnavailable
 
-NONCE_NBYTES = 16
-_SLOTS = 256
 ID_NBYTES = 16
 MAX_ROWS = 1 << 20  # tensors of one cache
 _MAX_METADATA = 1 << 26  # NIXL has 40 bytes for a range over TCP, some hundreds with several network cards
@@ -85,7 +84,7 @@ class NixlChannel:
         self.linger_s = 0.0  # until it is proven: nothing of a first read is worth waiting for
         self.pace = Pace()
         self.closed = False
-        self._scratch = _Scratch()
+        self._scratch = Scratch()
         self._making = threading.Lock()
         self._session: Session | None = None
         self._admitting = threading.Lock()
@@ -203,8 +202,20 @@ class NixlChannel:
 
     def read_word(self, address: int, *, deadline: float) -> int | Fault:
         """See ``OneSidedChannel``."""
+        word = word_again(self, address, deadline)
+        if word is not None:
+            return word
         answer = self._read_small(address, 8, deadline)
         return answer if isinstance(answer, Fault) else int.from_bytes(answer, "little")
+
+    def rows(self, source: Extents, destination: Extents, nbytes: int) -> NixlRows | None:
+        """See ``RowsChannel``."""
+        if not fit_one_step(len(source.bases), nbytes):
+            return None
+        sources, found = self._find(source), self._find_here(destination)
+        if not sources or found is None:
+            return None
+        return NixlRows(self, sources, *found, source.bases, destination.bases, nbytes)
 
     def _task(self, there: Extents, here: Extents) -> Copy | Fault:
         if not here.nbytes:
@@ -223,14 +234,14 @@ class NixlChannel:
 
     def _read_small(self, address: int, nbytes: int, deadline: float) -> bytes | Fault:
         """At most ``NONCE_NBYTES`` bytes."""
-        sources = self._find_one(address, nbytes)
+        sources = self.find_one(address, nbytes)
         if not sources:
             text = f"address {address:#x} of the peer is not registered with NIXL"
             return Fault(FaultKind.CANCELLED if self.closed else FaultKind.SOURCE, text)
         slot = self._scratch.take()
         try:
             fault = (
-                NixlRead(self, _Small(sources, self._scratch.rows, address, slot, nbytes))
+                NixlRead(self, Small(sources, self._scratch.rows, address, slot, nbytes))
                 .wait(deadline=deadline)
                 .fault
             )
@@ -238,13 +249,19 @@ class NixlChannel:
         finally:
             self._scratch.give(slot)
 
-    def _find_one(self, address: int, nbytes: int) -> tuple[Source, ...]:
+    def find_one(self, address: int, nbytes: int) -> tuple[Source, ...]:
+        """See ``Again``."""
         stop = address + nbytes
         if not 0 <= address < stop < 1 << 64:
             return ()
         return self._find_spans(np.array([[address, stop]], dtype=np.uint64))
 
     # ---- sessions -------------------------------------------------------------------------------
+
+    def current(self) -> Session | None:
+        """See ``Again``."""
+        session = self._session
+        return session if session is not None and not self.closed and session.enter() else None
 
     def session(self, sources: tuple[Source, ...], memory: str, rows: U64) -> Session:
         """See ``Reach``."""
@@ -317,7 +334,7 @@ class NixlChannel:
         endpoint, slot = self._endpoint, self._scratch.take()
         until = time.monotonic() + _PROBE_S
         try:
-            task = _Small((self._always,), self._scratch.rows, endpoint.nonce_address, slot, NONCE_NBYTES)
+            task = Small((self._always,), self._scratch.rows, endpoint.nonce_address, slot, NONCE_NBYTES)
             there, here, size = task.pieces(0, NONCE_NBYTES)
             transfer = session.start(("host", there), ("host", here), size)
             while transfer is not None and not session.ended(transfer):
@@ -334,52 +351,6 @@ class NixlChannel:
         finally:
             session.leave()
             self._scratch.give(slot)
-
-
-class _Scratch:
-    """Places for small reads, one for each that is under way."""
-
-    def __init__(self) -> None:
-        self._memory = np.zeros(_SLOTS * NONCE_NBYTES, dtype=np.uint8)
-        self._start = int(self._memory.ctypes.data)
-        self.rows = np.array([[self._start, self._start + len(self._memory)]], dtype=np.uint64)
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for i in range(_SLOTS):
-            self._free.put(self._start + i * NONCE_NBYTES)
-
-    def take(self) -> int:
-        return self._free.get()
-
-    def content(self, slot: int, nbytes: int) -> bytes:
-        return self._memory[slot - self._start :][:nbytes].tobytes()
-
-    def give(self, slot: int) -> None:
-        self._free.put(slot)
-
-
-class _Small:
-    """A ``Task`` of a few bytes."""
-
-    memory = "host"
-
-    def __init__(self, sources: tuple[Source, ...], rows: U64, there: int, here: int, nbytes: int) -> None:
-        self.sources = sources
-        self.rows = rows
-        self.nbytes = nbytes
-        self._pieces = tuple(np.array([n], dtype=np.uint64) for n in (there, here, nbytes))
-
-    def pieces(self, at: int, max_nbytes: int) -> tuple[U64, U64, U64]:
-        """See ``Task``."""
-        there, here, nbytes = self._pieces
-        return there, here, nbytes
-
-    def hole(self, here: U64, nbytes: U64) -> int | None:
-        """See ``Task``."""
-        return None
-
-    def unwritable(self, at: int, max_nbytes: int) -> int | None:
-        """See ``Task``."""
-        return None
 
 
 def _source_of(

@@ -14,17 +14,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llm_datadist._core.segments import U64, Extents, matched
-from llm_datadist.devices.cpu import first_unwritable
 from llm_datadist.transports._nixl import NixlLost, NixlRefused
+from llm_datadist.transports.nixl_pages import first_hole
 from llm_datadist.transports.nixl_session import Session, Source
 from llm_datadist.transports.seam import Fault, FaultKind, Progress
 
 MAX_RUNS = 4096
 MIN_NBYTES, FIRST_NBYTES, MAX_NBYTES = 256 << 10, 4 << 20, 16 << 20
-_QUICK_S, _SLOW_S = (
-    0.005,
-    0.05,
-)  # transfers that took less may be larger, those that took more must be smaller
+QUICK_S, SLOW_S = 0.005, 0.05  # transfers that took less may be larger, those that took more must be smaller
 _SPIN_S = 50e-6
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 1e-3
 _LINGER_SHARE = 0.1  # of the time of a read, which may end that much later
@@ -40,9 +37,9 @@ class Pace:
 
     def note(self, nbytes: int, took_s: float) -> None:
         """How long the last one took."""
-        if took_s > _SLOW_S:
+        if took_s > SLOW_S:
             self.nbytes = max(MIN_NBYTES, self.nbytes // 2)
-        elif took_s < _QUICK_S and nbytes >= self.nbytes:
+        elif took_s < QUICK_S and nbytes >= self.nbytes:
             self.nbytes = min(MAX_NBYTES, self.nbytes * 2)
 
 
@@ -109,8 +106,7 @@ class Copy:
 
     def hole(self, here: U64, nbytes: U64) -> int | None:
         """See ``Task``. UCX does not say that it has left something out."""
-        bad = first_unwritable(here, nbytes) if self.memory == "host" else None
-        return None if bad is None else int(here[bad])
+        return first_hole(here, nbytes) if self.memory == "host" else None
 
     def unwritable(self, at: int, max_nbytes: int) -> int | None:
         """See ``Task``."""
@@ -125,8 +121,39 @@ class Copy:
         return None
 
 
-class _Cut(Exception):  # noqa: N818 - an answer
+class Cut(Exception):  # noqa: N818 - an answer
     """The session was ended by another read."""
+
+
+def linger_s(reach: Reach, deadline: float) -> float:
+    """How long a transfer of a read that begins now may go on when it should stop."""
+    return min(reach.linger_s, max(0.0, deadline - time.monotonic()) * _LINGER_SHARE)
+
+
+def finish(
+    session: Session, transfer: int, reach: Reach, must_stop: Callable[[], bool], linger_s: float
+) -> None:
+    """Waits until a transfer has ended, or cuts it.
+
+    Raises:
+        Cut: It was cut, here or by another read; the session is doomed.
+    """
+    spin_until, sleep_s, limit = time.monotonic() + _SPIN_S, _FIRST_SLEEP_S, float("inf")
+    try:
+        while not session.ended(transfer):
+            now = time.monotonic()
+            if session.doomed or now >= limit:
+                raise Cut
+            if limit == float("inf") and must_stop():
+                limit = now + (_LAST_BYTES_S if reach.closed else linger_s)
+            if now < spin_until:
+                time.sleep(0)
+            else:
+                time.sleep(sleep_s)
+                sleep_s = min(1.5 * sleep_s, _LONGEST_SLEEP_S)
+    except BaseException:
+        session.doom()
+        raise
 
 
 class NixlRead:
@@ -155,7 +182,7 @@ class NixlRead:
         """Moves the bytes. To be called once."""
         task = self._task
         self._deadline = deadline
-        self._linger_s = min(self._reach.linger_s, max(0.0, deadline - time.monotonic()) * _LINGER_SHARE)
+        self._linger_s = linger_s(self._reach, deadline)
         if isinstance(task, Fault):
             return Progress(0, self._fault if self._must_stop() else task)
         while self._at < task.nbytes and not self._must_stop():
@@ -179,11 +206,14 @@ class NixlRead:
         try:
             while self._at < task.nbytes and not self._must_stop():
                 self._transfer(session, task)
-        except _Cut:
+        except Cut:
             pass  # the bytes of this transfer are read again
         except (NixlLost, NixlRefused) as exc:
             lost = exc
             session.doom()
+        except BaseException:
+            session.doom()  # a transfer may be under way
+            raise
         finally:
             session.leave()
         if lost is not None and not self._must_stop():
@@ -200,32 +230,13 @@ class NixlRead:
             return
         began = time.monotonic()
         if session.doomed:
-            raise _Cut
+            raise Cut
         transfer = session.start((task.sources[0].memory, there), (task.memory, here), lengths)
         if transfer is not None:
-            self._finish(session, transfer)
+            finish(session, transfer, self._reach, self._must_stop, self._linger_s)
+            session.release(transfer)
         self._at += nbytes
         pace.note(nbytes, time.monotonic() - began)
-
-    def _finish(self, session: Session, transfer: int) -> None:
-        """Waits until a transfer has ended, or cuts it."""
-        spin_until, sleep_s, limit = time.monotonic() + _SPIN_S, _FIRST_SLEEP_S, float("inf")
-        try:
-            while not session.ended(transfer):
-                now = time.monotonic()
-                if session.doomed or now >= limit:
-                    raise _Cut
-                if limit == float("inf") and self._must_stop():
-                    limit = now + (_LAST_BYTES_S if self._reach.closed else self._linger_s)
-                if now < spin_until:
-                    time.sleep(0)
-                else:
-                    time.sleep(sleep_s)
-                    sleep_s = min(1.5 * sleep_s, _LONGEST_SLEEP_S)
-        except BaseException:
-            session.doom()
-            raise
-        session.release(transfer)
 
     def _explain(self, session: Session, task: Task, lost: Exception) -> None:
         """NIXL has one answer for a peer that is gone and for memory that is: ask the peer."""

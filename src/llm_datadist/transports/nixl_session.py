@@ -13,10 +13,14 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+import numpy as np
+
 from llm_datadist._core.segments import U64
-from llm_datadist.transports._nixl import Agent
+from llm_datadist.transports._nixl import Agent, NixlLost, NixlRefused
 from llm_datadist.transports.nixl_ranges import Ranges, none
 
+_MAX_WORDS = 64  # that are kept: a pull looks at one or two words, twice
+_WORD = 8
 _MAX_TOKENS = 4096  # then a new session is cheaper than what the agent remembers
 
 
@@ -61,7 +65,8 @@ class Session:
         self._agent = agent
         self.peer = peer
         self._calls = threading.Lock()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._users = 0
         self._open = True
         self._destroyed = False
@@ -70,8 +75,13 @@ class Session:
         self._there = Ranges(none())
         self._here: dict[str, Ranges] = {}
         self._known: set[bytes] = set()
+        self._cells = np.zeros(_MAX_WORDS, dtype="<u8")
+        self._free_cells = list(range(_MAX_WORDS))
+        self._words: dict[int, Word] = {}  # that nobody uses; the one last used is last
+        cells = int(self._cells.ctypes.data)
+        own = np.array([[cells, cells + self._cells.nbytes]], dtype=np.uint64)
         try:
-            self.prepare((first,), "host", scratch)
+            self.prepare((first,), "host", np.concatenate((scratch, own)))
         except BaseException:
             agent.close()
             raise
@@ -80,15 +90,18 @@ class Session:
 
     def enter(self) -> bool:
         """One more user; False when it is over."""
-        with self._changed:
+        with self._lock:
             if self._open:
                 self._users += 1
             return self._open
 
     def leave(self) -> None:
         """The end of an ``enter``. Of a doomed session: returns when it is destroyed, whatever is raised."""
-        with self._changed:
+        with self._lock:
             self._users -= 1
+            over = self.doomed or not self._open
+        if not over:
+            return
         self._destroy_unused()
         raised: BaseException | None = None
         while self.doomed:
@@ -117,7 +130,7 @@ class Session:
         with self._changed:
             if self._open or self._users or self._destroyed:
                 return
-            self._agent.close()
+            self._agent.close([word.transfer for word in self._words.values()])
             self._destroyed = True
             self._changed.notify_all()
 
@@ -131,7 +144,7 @@ class Session:
             NixlRefused: Not at all.
         """
         key = memory.encode() + rows.tobytes()
-        if key in self._known and all(source.id in self._loaded for source in sources):
+        if key in self._known and self.knows(sources):
             return
         with self._calls:
             for source in sources:
@@ -162,6 +175,10 @@ class Session:
         finally:
             self.leave()
 
+    def knows(self, sources: tuple[Source, ...]) -> bool:
+        """Whether memory of the peer is known."""
+        return all(source.id in self._loaded for source in sources)
+
     def _load(self, source: Source) -> None:
         if source.id in self._loaded:
             return
@@ -184,9 +201,17 @@ class Session:
     # ---- transfers ------------------------------------------------------------------------------
 
     def start(self, there: tuple[str, U64], here: tuple[str, U64], nbytes: U64) -> int | None:
-        """See ``Agent.start``."""
+        """Begins a read of pieces, see ``Agent.make``; None when it has ended already."""
         with self._calls:
-            return self._agent.start(self.peer, there, here, nbytes)
+            transfer = self._agent.make(self.peer, there, here, nbytes)
+            try:
+                if not self._agent.post(transfer):
+                    return transfer
+            except (NixlLost, NixlRefused):
+                self._agent.release(transfer)
+                raise
+            self._agent.release(transfer)
+            return None
 
     def ended(self, transfer: int) -> bool:
         """See ``Agent.ended``."""
@@ -197,3 +222,85 @@ class Session:
         """See ``Agent.release``."""
         with self._calls:
             self._agent.release(transfer)
+
+    # ---- words ----------------------------------------------------------------------------------
+
+    def read_word(self, address: int) -> Word | int | None:
+        """Begins a kept read of this address. None: there is none, or it is in use.
+
+        Returns:
+            The word, if the read has ended at once; else the read, for the caller alone until ``keep_word``.
+        """
+        with self._calls:
+            word = self._words.pop(address, None)  # who is interrupted must not leave it there, under way
+            if word is None:
+                return None
+            word.clear()
+            try:
+                if not self._agent.post(word.transfer):
+                    return word
+            except (NixlLost, NixlRefused):
+                self._free(word)
+                raise
+            self._words[address] = word
+            return word.value
+
+    def make_word(self, memory: str, address: int) -> Word | None:
+        """Makes a read of memory that is known, for the caller alone; None when too many are in use."""
+        with self._calls:
+            if not self._free_cells and not self._forget_word():
+                return None
+            cell = self._free_cells.pop()
+            here = np.array([self._cells.ctypes.data + cell * _WORD], dtype=np.uint64)
+            there, nbytes = np.array([address], dtype=np.uint64), np.array([_WORD], dtype=np.uint64)
+            try:
+                transfer = self._agent.make(self.peer, (memory, there), ("host", here), nbytes)
+            except BaseException:
+                self._free_cells.append(cell)
+                raise
+            return Word(self._cells[cell : cell + 1], cell, transfer)
+
+    def keep_word(self, address: int, word: Word) -> None:
+        """The end of a use: it has not begun, or has ended well."""
+        with self._calls:
+            if address not in self._words:
+                self._words[address] = word
+            else:
+                self._free(word)
+
+    def _forget_word(self) -> bool:
+        """Frees the one that was not used for longest."""
+        if not self._words:
+            return False
+        self._free(self._words.pop(next(iter(self._words))))
+        return True
+
+    def _free(self, word: Word) -> None:
+        self._agent.release(word.transfer)
+        self._free_cells.append(word.cell)
+
+
+class Word:
+    """A read of one word of the peer, made to be posted again and again.
+
+    Args:
+        memory: Where it arrives.
+        cell: Its number in the session.
+        transfer: Of the session's agent.
+    """
+
+    __slots__ = ("_memory", "cell", "transfer")
+
+    def __init__(self, memory: U64, cell: int, transfer: int) -> None:
+        self._memory = memory
+        self.cell = cell
+        self.transfer = transfer
+
+    def clear(self) -> None:
+        """Before each read: a transfer that brings nothing must not show what an earlier one brought."""
+        self._memory[0] = 0
+
+    @property
+    def value(self) -> int:
+        """What has arrived."""
+        return int(self._memory[0])

@@ -1,0 +1,62 @@
+"""Reads of a few bytes with transport ``nixl``: words, and the nonce that proves who is read."""
+
+from __future__ import annotations
+
+import queue
+
+import numpy as np
+
+from llm_datadist._core.segments import U64
+from llm_datadist.transports.nixl_session import Source
+
+NONCE_NBYTES = 16
+_SLOTS = 256
+
+
+class Scratch:
+    """Places for small reads, one for each that is under way."""
+
+    def __init__(self) -> None:
+        self._memory = np.zeros(_SLOTS * NONCE_NBYTES, dtype=np.uint8)
+        self._start = int(self._memory.ctypes.data)
+        self.rows = np.array([[self._start, self._start + len(self._memory)]], dtype=np.uint64)
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for i in range(_SLOTS):
+            self._free.put(self._start + i * NONCE_NBYTES)
+
+    def take(self) -> int:
+        """A place; waits for one."""
+        return self._free.get()
+
+    def content(self, slot: int, nbytes: int) -> bytes:
+        """What is there."""
+        return self._memory[slot - self._start :][:nbytes].tobytes()
+
+    def give(self, slot: int) -> None:
+        """The end of a ``take``."""
+        self._free.put(slot)
+
+
+class Small:
+    """A ``Task`` of a few bytes."""
+
+    memory = "host"
+
+    def __init__(self, sources: tuple[Source, ...], rows: U64, there: int, here: int, nbytes: int) -> None:
+        self.sources = sources
+        self.rows = rows
+        self.nbytes = nbytes
+        self._pieces = tuple(np.array([n], dtype=np.uint64) for n in (there, here, nbytes))
+
+    def pieces(self, at: int, max_nbytes: int) -> tuple[U64, U64, U64]:
+        """See ``Task``."""
+        there, here, nbytes = self._pieces
+        return there, here, nbytes
+
+    def hole(self, here: U64, nbytes: U64) -> int | None:
+        """See ``Task``."""
+        return None
+
+    def unwritable(self, at: int, max_nbytes: int) -> int | None:
+        """See ``Task``."""
+        return None
