@@ -21,7 +21,7 @@ SHAPE = Shape(tensors=3, dim0=THREADS, stride=1000)
 DOWN = {"LLM_LINK_FAILED", "LLM_NOT_YET_LINK"}
 
 
-@pytest.fixture(params=["local", "shm"])
+@pytest.fixture(params=["local", "shm", "tcp"])
 def warm(pair_of: Callable[[str, str], Pair], request: pytest.FixtureRequest) -> Pair:
     """Linked, the short way counted, and taken once already."""
     pair = pair_of("B", request.param)
@@ -129,7 +129,9 @@ def test_c_many_threads_pull_one_block_each(warm: Pair) -> None:
     before = warm.d.call(_taken)
     warm.d.call(_pull_in_threads, 50)
     warm.blocks_right(range(THREADS), list(reversed(range(THREADS))))
-    assert warm.d.call(_taken) == before + 50 * THREADS
+    taken = warm.d.call(_taken) - before
+    # Over tcp a thread that finds no idle connection goes the plain way, which gets one.
+    assert taken == 50 * THREADS or (warm.combo.backend == "tcp" and taken > THREADS)
 
 
 def _pull_in_threads(w: World, turns: int) -> None:

@@ -86,6 +86,12 @@ def receive_now(fd: int, buffer: Buffer) -> int:
     return done if done >= 0 else _nothing("recv")
 
 
+def receive_if_there(fd: int, address: int, nbytes: int) -> int:
+    """As :func:`receive_now`, with the GIL given up, so that others may run: to be called again and again."""
+    done: int = _recv(fd, address, nbytes, NO_WAIT)
+    return done if done >= 0 else _nothing("recv")
+
+
 def receive_into(fd: int, address: int, nbytes: int) -> int:
     """Receives ``nbytes``, or less if the socket's time is over; 0 at the end of the stream.
 

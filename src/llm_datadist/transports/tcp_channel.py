@@ -184,13 +184,15 @@ class TcpRead(Taker):
         pool = self._pool
         fault: Fault | None = None
         for _ in range(pool.limit + 1):  # every kept connection may be dead
-            connection = pool.take(self, deadline)
-            if isinstance(connection, Fault):
-                return Progress(0, connection)
             try:
+                connection = pool.take(self, deadline)
+                if isinstance(connection, Fault):
+                    return Progress(0, connection)
                 fault = connection.read(self._selector, self._destination, self._start, self._stop, deadline)
-            finally:
                 pool.give_back(self, connection)
+            except BaseException:  # an interrupt, which may come at any step of these
+                pool.reclaim(self)
+                raise
             if fault is None:
                 return Progress(connection.moved)
             if fault.kind is not FaultKind.PEER_LOST:

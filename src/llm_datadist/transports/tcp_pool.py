@@ -4,7 +4,7 @@ Strategy: last in, first out, so that few connections serve a light load; grown 
 that a big slow read does not keep a small one waiting. The side that dialled the link dials in the reader's
 thread; the other side asks for a connection and waits until it has come in.
 Invariants: every open socket is in ``_open`` (what a forked child must close); ``_open`` and the dials under
-way never exceed the limit.
+way never exceed the limit. What is in ``_open`` is idle or a taker's: anything else is what an interrupt left.
 Threads: one lock; nothing blocks under it.
 """
 
@@ -70,19 +70,24 @@ class ConnectionPool:
         self._idle: list[ReadingConnection] = []
         self._open: set[socket.socket] = set()
         self._busy: set[Taker] = set()  # those with a socket, or about to have one
-        self._dialling = 0
+        self._dialling: set[Taker] = set()  # or about to
         self._waiting = 0  # takers in ``_find``
         self._asked: deque[float] = deque()  # when; as many as have not come in
         self._closed = False
 
+    @property
+    def readers(self) -> int:
+        """Who has a connection, or is about to have one."""
+        return len(self._busy)
+
     def take_idle(self, taker: Taker) -> ReadingConnection | None:
-        """An idle connection, if there is one. Must be given back."""
+        """An idle connection, if there is one. Must be given back, or reclaimed."""
         with self._lock:
             # None is kept once the pool is closed.
             return self._lend(taker) if self._idle and taker.cancelled is None else None
 
     def take(self, taker: Taker, deadline: float) -> ReadingConnection | Fault:
-        """An idle connection or a new one, by the deadline. Must be given back."""
+        """An idle connection or a new one, by the deadline. Must be given back, or reclaimed."""
         idle = self.take_idle(taker)
         if idle is not None:
             return idle
@@ -110,10 +115,23 @@ class ConnectionPool:
                 connection.fresh = False
                 self._idle.append(connection)
             else:
-                self._open.discard(connection.sock)
-                connection.sock.close()
+                self._drop(connection.sock)
             if self._waiting:
                 self._cond.notify()
+
+    def reclaim(self, taker: Taker) -> None:
+        """An exception ended a read, at whatever step, also of this class: what it held is closed."""
+        with self._lock:
+            self._busy.discard(taker)
+            self._dialling.discard(taker)
+            self._asked.clear()  # it may not have come to ask; one too many is closed when it comes in
+            sock, taker.sock = taker.sock, None
+            if sock is not None:  # which may not be in ``_open`` yet
+                self._drop(sock)
+            held = {c.sock for c in self._idle} | {t.sock for t in self._busy}
+            for sock in self._open - held:
+                self._drop(sock)
+            self._cond.notify()
 
     def cancel(self, taker: Taker, fault: Fault) -> None:
         """Ends what a taker waits for. The first fault counts."""
@@ -139,8 +157,7 @@ class ConnectionPool:
             self._closed = True
             idle, self._idle = self._idle, []
             for connection in idle:
-                self._open.discard(connection.sock)
-                connection.sock.close()
+                self._drop(connection.sock)
             for taker in self._busy:
                 self._cancel(taker, _CLOSED)
             self._cond.notify_all()
@@ -152,6 +169,10 @@ class ConnectionPool:
     def _add(self, sock: socket.socket) -> None:
         self._open.add(sock)
         self.round_trip_s = round_trip_s(sock)
+
+    def _drop(self, sock: socket.socket) -> None:
+        sock.close()
+        self._open.discard(sock)
 
     def _lend(self, taker: Taker) -> ReadingConnection:
         connection = self._idle.pop()
@@ -170,29 +191,31 @@ class ConnectionPool:
 
     def _find(self, taker: Taker, deadline: float) -> ReadingConnection | Fault | None:
         """Waits for an idle connection. None: there may be one more, which the caller must get."""
+        late = "no time was left to ask"
         while True:
             now = self._clock()
             if taker.cancelled is not None or self._closed:
                 return taker.cancelled or _CLOSED
             if now >= deadline:
-                return Fault(FaultKind.TIMEOUT, "the time was over before a data connection was to be had")
+                return Fault(FaultKind.TIMEOUT, late)
             if self._idle:
                 return self._lend(taker)
-            if self._may_grow(now):
+            if self._may_grow(taker, now):
                 return None
+            late = "the time was over before a data connection was to be had"
             self._cond.wait(min(deadline - now, _ASK_AGAIN_S if self._asked else _LONGEST_WAIT_S))
 
-    def _may_grow(self, now: float) -> bool:
+    def _may_grow(self, taker: Taker, now: float) -> bool:
         while self._asked and self._asked[0] <= now - _ASK_AGAIN_S:
             self._asked.popleft()
-        if len(self._open) + self._dialling + len(self._asked) >= self.limit:
+        if len(self._open) + len(self._dialling) + len(self._asked) >= self.limit:
             return False
         if self._peer.address is None:
             if len(self._asked) >= self._waiting:
                 return False  # one is on its way for each of us
             self._asked.append(now)
         else:
-            self._dialling += 1
+            self._dialling.add(taker)
         return True
 
     def _dial(self, taker: Taker, address: tuple[str, int], deadline: float) -> ReadingConnection | Fault:
@@ -205,7 +228,7 @@ class ConnectionPool:
             return taker.cancelled or self._dial_fault(exc, address, deadline)
         finally:
             with self._lock:
-                self._dialling -= 1
+                self._dialling.discard(taker)
                 if sock is not None:
                     self._add(sock)
                 else:

@@ -211,7 +211,6 @@ class ServedConnection:
         request_id, unit = unit_of(raw)
         self._reset(request_id, 0, nbytes)
         if not units.send_now(unit, self._send_whole):
-            self.busy = False
             return False
         if not self._is_out():
             self._go_on(raw[REQUEST_NBYTES:])

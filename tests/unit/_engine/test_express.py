@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -201,6 +202,16 @@ def test_not_from_a_cache_that_its_owner_has_withdrawn_but_not_cleared(warm: War
     assert warm.code() == LLMStatusCode.LLM_LINK_BUSY
 
 
+def test_not_by_a_key_that_its_owner_has_taken_away_untold(warm: Warm) -> None:
+    """The cache stays where it is; only the word of the key says it."""
+    state = warm.owner._engine._state  # type: ignore[union-attr]
+    with state.lock:
+        assert state.registry.unbind(warm.route.name) is not None
+    assert not warm.again()
+    assert warm.untouched()
+    assert warm.code() == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
 def test_not_from_a_cache_that_was_announced_anew(warm: Warm) -> None:
     peer, route = warm.peer, warm.route
     with warm.state.lock:
@@ -301,6 +312,17 @@ def test_a_cut_before_the_first_byte_lets_nothing_be_read(
     with near.meanwhile(lambda: pytest.fail("a read")), pytest.raises(CacheNotExistError, match="gone"):
         near.again()
     assert near.untouched()
+
+
+def test_a_cut_ends_the_waiting_for_an_owner_that_does_not_answer() -> None:
+    with Warm("tcp") as warm, ThreadPoolExecutor(1) as pool:
+        owner, flights = warm.owner._engine._state, warm.state.flights  # type: ignore[union-attr]
+        with owner.lock:
+            pulling = pool.submit(warm.again, started=time.monotonic() + 1000)
+            assert wait_until(lambda: any(f._cancel for f in flights.where(lambda _: True)), 10)
+            flights.cut(lambda _: True, GONE)
+            error = pulling.exception(10)
+        assert isinstance(error, CacheNotExistError)
 
 
 def test_a_cut_that_comes_too_late_is_none(warm: Warm) -> None:

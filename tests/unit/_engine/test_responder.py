@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -177,3 +178,48 @@ def test_not_every_selector_has_units(scene: Scene) -> None:
     for selector in (leased, wide, stale, foreign, b"", b"1234"):
         assert scene.responder.units(scene.token, selector) is None
     assert scene.responder.units(b"?" * 16, scene.selector(0)) is None
+    known = scene.selector(3)
+    assert scene.responder.units(scene.token, known) is not None
+    eight = eight_bytes(known)
+    assert scene.ask("send_now", scene.token, eight)[1] == scene.ask("send_now", scene.token, known)[1]
+    assert scene.responder.units(scene.token, eight) is None, "its last four bytes are half a number"
+    two = msgspec.structs.replace(part, indices=np.array([1, 2], np.uint64))
+    assert not codec.is_unit(codec.read_selector(known)[0], two)
+
+
+def eight_bytes(selector: bytes) -> bytes:
+    """The same with an index of eight bytes, which ours is only where it must be."""
+    request, part = codec.read_selector(selector)
+    head = msgspec.msgpack.encode(msgspec.structs.replace(request, index_nbytes=8))
+    return len(head).to_bytes(4, "little") + head + part.indices.tobytes()
+
+
+def test_a_lease_is_looked_at_every_time() -> None:
+    """It may end; so what a peer reads by one has no units."""
+    with Engines("A", "tcp") as engines:
+        owner, reader = engines.make(OWNER), engines.make(READER)
+        cache, _ = engines.blocks(owner, 7, model_id=5)
+        assert engines.link(reader, OWNER, owner) is LLMStatusCode.LLM_SUCCESS
+        responder: Any = owner._engine._responder  # type: ignore[union-attr]
+        state = responder._state
+        (token,), record = state.by_token, state.registry.get(cache.cache_id)
+        with state.lock:
+            lease = state.leases.grant(token, record, math.inf, None)
+        part = CacheSlice(0, 1, np.array([1], np.uint64), 64, 64)
+        selector = codec.selector(part, cache.cache_id, record.word, (lease.lease_id, lease.word))
+        assert responder.send_now(token, selector, lambda _: None) is None
+        assert responder.units(token, selector) is None
+
+
+def test_units_go_with_the_key_that_they_were_asked_for_by(scene: Scene) -> None:
+    """The cache stays; a peer whose copy of the table is behind must not be shown it by a key that it lost."""
+    registry = scene.state.registry
+    record = registry.get(scene.cache_id)
+    ((name, _, word),) = registry.bindings_of(record)
+    part = CacheSlice(0, 1, np.array([1], np.uint64), 64, 64)
+    units = scene.responder.units(scene.token, codec.selector(part, scene.cache_id, word, None))
+    assert units.send_now(0, lambda _: None)
+    with scene.state.lock:
+        assert registry.unbind(name) is record
+    assert not units.send_now(0, pytest.fail)
+    assert units_of(scene).send_now(0, lambda _: None), "by the word of the cache"

@@ -97,6 +97,20 @@ def test_more_runs_than_one_call_takes_go_in_turns(rig: Rig, tensors: int, runs:
     assert rig.source.checks == checks  # the try, before the first byte, after the last one
 
 
+def test_what_was_sent_at_once_before_does_not_count(rig: Rig) -> None:
+    """On one connection: an answer at once, then one that is refused, and one of too many runs."""
+    for _ in range(2):
+        assert pull(rig)[0].fault is None
+        refused = rig.read(extents_of(memory_of(1, 8, 1)), extents_of(memory_of(1, 9, None))).fault
+        assert refused is not None and refused.code == LLMStatusCode.LLM_PARAM_INVALID
+        assert pull(rig)[0].fault is None
+        source, destination = memory_of(64, 64, 1), memory_of(64, 64, None)
+        evens = list(range(0, 64, 2))
+        assert rig.read(extents_of(source, evens, 1), extents_of(destination, evens, 1)).fault is None
+        assert np.array_equal(source[:, ::2], destination[:, ::2])
+    assert len(rig.channel.pool.sockets()) == 1
+
+
 def test_a_source_withdrawn_in_the_middle_of_a_chunk_is_noticed_at_the_next_turn(rig: Rig) -> None:
     size = 3 * TURN_NBYTES
     assert size < CHUNK_NBYTES

@@ -48,6 +48,18 @@ def test_the_deadline_holds_and_nothing_is_written_afterwards(reader: TcpTranspo
     assert np.array_equal(before, destination)
 
 
+def test_a_read_that_begins_late_says_so(rig: Rig) -> None:
+    for _ in range(2):
+        fault = rig.read(
+            extents_of(memory_of(1, 8, 1)), extents_of(memory_of(1, 8, None)), timeout_s=-1
+        ).fault
+        assert fault is not None and (fault.kind, fault.text) == (
+            FaultKind.TIMEOUT,
+            "no time was left to ask",
+        )
+        assert rig.channel.pool.sockets() == []
+
+
 def test_a_read_after_one_that_ran_out_of_time_takes_a_new_connection(rig: Rig) -> None:
     source, destination = memory_of(1, 64 << 20, 1), memory_of(1, 64 << 20, None)
     late = rig.read(extents_of(source), extents_of(destination), timeout_s=0.004)
@@ -97,7 +109,7 @@ def test_cancel_ends_a_dial_that_nobody_answers(reader: TcpTransport) -> None:
     )
     assert late.fault is not None and late.fault.kind is FaultKind.TIMEOUT
     result = in_thread(lambda: read.wait(deadline=math.inf))
-    assert wait_until(lambda: channel.pool._dialling == 1, CALL_S)
+    assert wait_until(lambda: len(channel.pool._dialling) == 1, CALL_S)
     begin = time.monotonic()
     read.cancel("enough")
     progress = result()

@@ -7,16 +7,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from llm_datadist._core.segments import U64, Extents, Segments
-from llm_datadist.status import LLMStatusCode
-from llm_datadist.testing.stream_owner import ExtentsServing, ExtentsSource
-from llm_datadist.transports import tcp_serving
+from llm_datadist._core.segments import U64, Segments
+from llm_datadist.transports import tcp_reading, tcp_serving
 from llm_datadist.transports._sockets import NOW_NBYTES, Iovecs
 from llm_datadist.transports.seam import Fault, FaultKind
 from llm_datadist.transports.tcp_channel import MAX_UNIT_TENSORS
@@ -30,93 +28,10 @@ from llm_datadist.transports.tcp_frames import (
     middle_of,
     unit_of,
 )
-from tests.support.tcp_rig import CALL_S, U8, Rig, Trickle, extents_of, memory_of
+from llm_datadist.transports.tcp_reading import ReadingConnection
+from tests.support.tcp_rig import CALL_S, Trickle, extents_of, memory_of
+from tests.support.unit_rig import BLOCKS, HEAD, NBYTES, SIZE, STALE, UnitRig
 from tests.support.world import wait_until
-
-HEAD = b"the blocks, number "
-TENSORS, BLOCKS, SIZE = 2, 8, 300
-NBYTES = TENSORS * SIZE
-STALE = Fault(FaultKind.REFUSED, "stale", LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
-
-
-class Blocks(ExtentsSource):
-    """Blocks of some tensors; a selector is a head of the tests and the number of one.
-
-    Attributes:
-        plain: Selectors that were asked for in full.
-        short: Units that were asked for shortly.
-        stands: Whether units are what they were.
-    """
-
-    def __init__(self, memory: U8, size: int = SIZE) -> None:
-        super().__init__()
-        self.memory, self.size = memory, size
-        self.plain: list[bytes] = []
-        self.short: list[int] = []
-        self.stands = True
-
-    def block(self, unit: int) -> Extents:
-        return extents_of(self.memory, [unit], self.size)
-
-    def open(self, link_token: bytes, selector: bytes) -> ExtentsServing | Fault:  # type: ignore[override]
-        self.plain.append(selector)
-        if self.refusal is not None:
-            return self.refusal
-        self.open_count += 1
-        return ExtentsServing(self, self.block(int.from_bytes(selector[-4:], "little")))
-
-    def units(self, link_token: bytes, selector: bytes) -> Any:
-        return _Units(self)
-
-
-class _Units:
-    def __init__(self, blocks: Blocks) -> None:
-        self._blocks = blocks
-
-    def send_now(self, unit: int, send: Callable[[Extents], None]) -> bool:
-        if self._blocks.stands:
-            self._blocks.short.append(unit)
-            send(self._blocks.block(unit))
-        return self._blocks.stands
-
-
-class UnitRig(Rig):
-    """A rig whose owner has blocks, and a reader of them that has a connection."""
-
-    def __init__(self, tensors: int = TENSORS, size: int = SIZE, heads: tuple[bytes, ...] = (HEAD,)) -> None:
-        super().__init__()
-        self.there, self.here = memory_of(tensors, BLOCKS * size, 1), memory_of(tensors, BLOCKS * size, None)
-        self.size = size
-        self.blocks = Blocks(self.there, size)
-        self.owner._server._source = self.source = self.blocks
-        self.units = [self._units(head) for head in heads]
-        self.plain()
-
-    def _units(self, head: bytes) -> Any:
-        bases = np.array([row.ctypes.data for row in self.here], np.uint64)
-        return self.channel.units(head, bases, self.size)
-
-    def plain(self, unit: int = 0) -> Any:
-        """A plain read of a block to block 0."""
-        plan = Segments(HEAD + unit.to_bytes(4, "little"), extents_of(self.here, [0], self.size))
-        return self.channel.read(plan).wait(deadline=time.monotonic() + CALL_S)
-
-    def pull(self, unit: int, to: int, of: int = 0, timeout_s: float = CALL_S) -> bool:
-        """A read of a block; nothing else may have changed."""
-        self.here[:] = 0xA5
-        deadline, cuts = time.monotonic() + timeout_s, list[Any]()
-        done: bool = self.units[of].read(unit, to * self.size, deadline=deadline, on_cut=cuts.append)
-        assert not cuts or (len(cuts) == 2 and cuts[1] is None)
-        expected = np.full_like(self.here, 0xA5)
-        if done:
-            columns = [slice(at * self.size, (at + 1) * self.size) for at in (unit, to)]
-            expected[:, columns[1]] = self.there[:, columns[0]]
-            assert np.array_equal(self.here, expected)
-        return done
-
-    @property
-    def sockets(self) -> list[socket.socket]:
-        return self.channel.pool.sockets()
 
 
 @pytest.fixture
@@ -164,8 +79,7 @@ def test_an_owner_knows_so_many_and_no_more(rig: UnitRig, monkeypatch: pytest.Mo
     for _ in range(2):
         for i in range(3):
             assert rig.pull(i, i, of=i)
-    (connection,) = rig.owner._server._connections.values()
-    assert len(connection._known) <= 2
+    assert len(rig.served._known) <= 2
 
 
 def test_threads_share_what_was_prepared(rig: UnitRig) -> None:
@@ -226,9 +140,14 @@ def test_units_that_are_not_what_they_were_are_asked_for_in_full(rig: UnitRig) -
     kept = rig.sockets
     assert not rig.pull(3, 1)
     assert (rig.here == 0xA5).all()
+    assert not rig.served._known, "what is gone is not kept in mind"
     assert rig.plain().fault == STALE
     rig.blocks.refusal, rig.blocks.stands = None, True
     assert rig.pull(3, 1)
+    rig.blocks.refusal, rig.blocks.stands = Fault(FaultKind.REFUSED, "", STALE.code), False
+    assert not rig.pull(4, 4)
+    rig.blocks.refusal, rig.blocks.stands = None, True
+    assert rig.pull(5, 5), "nothing of the answer that did not come is still expected"
     assert rig.sockets == kept, "a refusal is an answer"
     assert rig.blocks.open_count == 0
 
@@ -237,11 +156,10 @@ CUTS = [0, 5, HEADER_NBYTES, HEADER_NBYTES + 1, HEADER_NBYTES + NBYTES - 1, HEAD
 CUTS += [HEADER_NBYTES + NBYTES + 5]
 
 
-@pytest.mark.parametrize("most", CUTS)
-def test_the_rest_of_an_answer_follows_in_turns(
-    rig: UnitRig, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    """The socket was full."""
+@pytest.fixture
+def cut(rig: UnitRig, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """From the second answer on, the socket is full after so many bytes."""
+    most = int(request.param)
 
     def send_some(self: Iovecs, fd: int) -> int:
         table = self._table[self._head : self._tail]
@@ -252,26 +170,86 @@ def test_the_rest_of_an_answer_follows_in_turns(
 
     assert rig.pull(1, 1)
     monkeypatch.setattr(Iovecs, "send_now", send_some)
+    return most
+
+
+@pytest.mark.parametrize("cut", CUTS, indirect=True)
+def test_the_rest_of_an_answer_follows_in_turns(rig: UnitRig, cut: int) -> None:
     for unit in range(3):
         assert rig.pull(unit, 5)
     assert rig.blocks.short == [1, 0, 1, 2]
+    assert {selector[:-4] for selector in rig.blocks.plain} == {HEAD}
     assert rig.owner_channel.bytes_out == rig.channel.bytes_in == 5 * NBYTES
     assert len(rig.sockets) == 1 and rig.blocks.open_count == 0
+
+
+@pytest.mark.parametrize("cut", CUTS[:-2], indirect=True)
+def test_units_withdrawn_before_the_rest_end_the_read_and_not_the_connection(rig: UnitRig, cut: int) -> None:
+    rig.blocks.refusal, kept = STALE, rig.sockets
+    assert not rig.pull(2, 2)
+    assert cut or (rig.here == 0xA5).all()
+    rig.blocks.refusal = None
+    assert rig.pull(3, 3)
+    assert rig.sockets == kept and rig.blocks.open_count == 0
+
+
+# ---- what comes is read as what it is -----------------------------------------------------------------
+
+
+def request_of(number: int, unit: int, start: int = 0) -> bytes:
+    selector = HEAD + unit.to_bytes(4, "little")
+    return encode_request(number, start, NBYTES, selector) + selector
+
+
+def answered(rig: UnitRig, number: int, unit: int, start: int = 0) -> bool:
+    """Whether that is what comes next."""
+    stream = rig.there[:, unit * SIZE : (unit + 1) * SIZE].tobytes()[start:]
+    expected = encode_data(number, len(stream)) + stream + encode_end(number, EndKind.OK)
+    (sock,) = rig.sockets
+    return sock.recv(len(expected), socket.MSG_WAITALL) == expected
 
 
 def test_a_request_in_pieces_is_none_of_several(rig: UnitRig) -> None:
     """The rest of one may look like a whole one: it is read as what it is, the selector of the first."""
     assert rig.pull(1, 1)
     inner = UnitRequests(HEAD, NBYTES).encode(9, 3)
-    outer = encode_request(1, 0, NBYTES, inner)
     (sock,) = rig.sockets
-    (connection,) = rig.owner._server._connections.values()
-    sock.send(outer)
-    assert wait_until(lambda: not connection._parser.empty)
+    sock.send(encode_request(1, 0, NBYTES, inner))
+    assert wait_until(lambda: not rig.served._parser.empty)
     sock.send(inner)
-    answer = sock.recv(2 * HEADER_NBYTES + NBYTES, socket.MSG_WAITALL)
-    assert answer[:HEADER_NBYTES] == encode_data(1, NBYTES)
+    assert answered(rig, 1, 3)
     assert rig.blocks.plain[-1] == inner and rig.blocks.short == [1]
+
+
+@pytest.mark.parametrize("at", [1, 8, 40])
+def test_requests_cut_anywhere_are_answered_one_by_one(rig: UnitRig, at: int) -> None:
+    """What comes at once is as long as a request, and is none."""
+    (sock,) = rig.sockets
+    for number in (10, 20):
+        first, second = request_of(number, 3), request_of(number + 1, 4)
+        sock.send(first[:at])
+        assert wait_until(lambda: not rig.served._parser.empty)
+        sock.send(first[at:] + second[:at])
+        assert answered(rig, number, 3)
+        sock.send(second[at:])
+        assert answered(rig, number + 1, 4)
+    assert not rig.blocks.short
+
+
+def test_requests_that_come_together_are_answered_one_by_one(rig: UnitRig) -> None:
+    """The same two each time."""
+    (sock,) = rig.sockets
+    for _ in range(2):
+        sock.send(request_of(10, 3) + request_of(11, 4))
+        assert answered(rig, 10, 3) and answered(rig, 11, 4)
+
+
+def test_a_part_of_a_block_is_no_unit(rig: UnitRig) -> None:
+    (sock,) = rig.sockets
+    for number in (10, 20):
+        sock.send(request_of(number, 3, start=100))
+        assert answered(rig, number, 3, start=100)
+    assert not rig.blocks.short
 
 
 # ---- cut short --------------------------------------------------------------------------------------
@@ -283,10 +261,11 @@ ODD = [
     encode_end(1, EndKind.OK),
     b"HTTP/1.1 400 Bad Request\r\n\r\n",
     encode_data(1, SIZE) + bytes(SIZE) + encode_end(2, EndKind.OK),
+    encode_data(1, SIZE - 1),
 ]
 
 
-@pytest.mark.parametrize("answer", ODD, ids=["id", "short", "empty", "http", "end"])
+@pytest.mark.parametrize("answer", ODD, ids=["id", "short", "empty", "http", "end", "part"])
 def test_an_odd_answer_ends_the_connection(rig: UnitRig, answer: bytes) -> None:
     owner = Trickle(answer)
     channel = owner.open(rig.reader)
@@ -295,9 +274,43 @@ def test_an_odd_answer_ends_the_connection(rig: UnitRig, answer: bytes) -> None:
     here = memory_of(1, SIZE, None)
     units = channel.units(HEAD, np.array([here.ctypes.data], np.uint64), SIZE)
     assert units is not None
-    assert not units.read(0, 0, deadline=time.monotonic() + CALL_S, on_cut=lambda _: None)
+    began = time.monotonic()
+    assert not units.read(0, 0, deadline=began + CALL_S, on_cut=lambda _: None)
+    assert time.monotonic() - began < CALL_S / 2, "more was waited for"
     assert not channel.pool.sockets()
     owner.close()
+
+
+def test_an_answer_that_has_been_read_is_no_answer_to_the_next_request(rig: UnitRig) -> None:
+    """Its owner sends it twice."""
+    owner = Trickle(2 * (encode_data(1, SIZE) + bytes(SIZE) + encode_end(1, EndKind.OK)))
+    channel = owner.open(rig.reader)
+    channel.pool.adopt(socket.create_connection(owner.address))
+    units = channel.units(HEAD, np.array([memory_of(1, SIZE, None).ctypes.data], np.uint64), SIZE)
+    assert units is not None
+    done = [units.read(0, 0, deadline=time.monotonic() + CALL_S, on_cut=lambda _: None) for _ in range(2)]
+    assert done == [True, False]
+    assert not channel.pool.sockets()
+    owner.close()
+
+
+def test_numbers_of_requests_begin_again(rig: UnitRig) -> None:
+    (connection,) = rig.channel.pool._idle
+    connection._last_id = 0xFFFFFFFE
+    assert rig.pull(1, 1) and rig.pull(2, 2) and rig.pull(3, 3)
+    assert connection._last_id == 1
+
+
+def test_an_interrupted_read_has_ended(rig: UnitRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ReadingConnection, "read_unit", interrupted)
+    cuts: list[Any] = []
+    with pytest.raises(KeyboardInterrupt):
+        rig.units[0].read(0, 0, deadline=time.monotonic() + CALL_S, on_cut=cuts.append)
+    assert len(cuts) == 2 and cuts[1] is None
+    assert not rig.sockets
 
 
 @pytest.mark.parametrize("sent", [b"", encode_data(1, SIZE), encode_data(1, SIZE) + b"x" * 9])
@@ -328,6 +341,16 @@ def test_an_owner_that_goes_no_further_is_not_waited_for(rig: UnitRig, sent: byt
     assert time.monotonic() - began < CALL_S / 2
     assert not channel.pool.sockets() and cuts[-1] is None
     owner.close()
+
+
+def test_a_request_that_does_not_go_out_at_once_is_given_up(
+    rig: UnitRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner would wait for the rest, and we for the answer."""
+    monkeypatch.setattr(tcp_reading, "send_now", lambda fd, data: os.write(fd, data[:-1]))
+    began = time.monotonic()
+    assert not rig.pull(1, 1)
+    assert time.monotonic() - began < CALL_S / 2 and not rig.sockets
 
 
 def test_a_destination_that_cannot_be_written_is_an_answer(rig: UnitRig) -> None:

@@ -1,0 +1,168 @@
+"""An interrupt at any step of a read over TCP leaves its connection closed, or idle: never nobody's."""
+
+from __future__ import annotations
+
+import dis
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_datadist._core.segments import Segments
+from llm_datadist.transports import tcp_pool
+from llm_datadist.transports.seam import Fault, FaultKind
+from llm_datadist.transports.tcp_pool import Taker
+from llm_datadist.transports.tcp_reading import ReadingConnection
+from tests.support.tcp_rig import CALL_S, MakeRig, Rig, extents_of, memory_of
+from tests.support.world import wait_until
+
+SIZE = 300
+FILES = ("tcp_units.py", "tcp_pool.py", "tcp_channel.py", "tcp_reading.py", "_sockets.py")
+HEAD = b"a selector of blocks"
+
+
+class _Steps:
+    """Interrupts a call where the interpreter looks for signals: when a function begins, and after each call.
+
+    Attributes:
+        where: File, line and function of the interrupt.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.where: tuple[str, int, str] | None = None
+        self._left = number
+        self._latest: dict[FrameType, str] = {}
+
+    def run(self, call: Callable[[], object]) -> bool:
+        """Whether it was interrupted at the step with that number; if not, it has fewer."""
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+            self._latest.clear()
+        return False
+
+    def _trace(self, frame: FrameType, what: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(FILES):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if what == "call" or (what == "opcode" and self._latest.get(frame, "").startswith("CALL")):
+            self._step(frame)
+        if what == "opcode":
+            name, before = dis.opname[frame.f_code.co_code[frame.f_lasti]], self._latest.get(frame)
+            # Newer interpreters call ``__enter__`` like that; a lock taken there would never be released.
+            self._latest[frame] = "enter" if before == "LOAD_SPECIAL" else name
+        return self._trace
+
+    def _step(self, frame: FrameType) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self.where = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+
+def plain(rig: Rig) -> Callable[[], object]:
+    source, destination = memory_of(2, SIZE, 1), memory_of(2, SIZE, None)
+    return lambda: rig.read(extents_of(source), extents_of(destination))
+
+
+def unit(rig: Rig) -> Callable[[], object]:
+    """The owner of this rig refuses it, which is an answer as well."""
+    units = rig.channel.units(HEAD, np.full(2, memory_of(1, SIZE, None).ctypes.data, np.uint64), SIZE // 2)
+    assert units is not None
+    return lambda: units.read(0, 0, deadline=time.monotonic() + CALL_S, on_cut=lambda _: None)
+
+
+# A socket that has only just been made goes with the last reference to it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("kind", "kept"), [(plain, True), (plain, False), (unit, True)], ids=["kept", "dialled", "unit"]
+)
+def test_an_interrupt_at_any_step_leaves_no_connection_behind(
+    make_rig: MakeRig, kind: Callable[[Rig], Callable[[], object]], kept: bool
+) -> None:
+    rig = make_rig(connections=2)
+    pool, refill, call = rig.channel.pool, plain(rig), kind(rig)
+    number = 0
+    while True:
+        number += 1
+        if kept:
+            refill()
+            assert pool.sockets(), "none is to be had any more"
+        steps = _Steps(number)
+        if not steps.run(call):
+            break
+        assert {id(sock) for sock in pool.sockets()} == {id(c.sock) for c in pool._idle}, steps.where
+        assert not pool._busy and not pool._dialling, steps.where
+        assert all(sock.fileno() >= 0 for sock in pool.sockets()), steps.where
+        if not kept:
+            for connection in pool._idle:
+                pool._drop(connection.sock)
+            pool._idle.clear()
+    assert number > 20
+    plan = Segments(b"", extents_of(memory_of(1, 8, None)))
+    assert rig.channel.read(plan).wait(deadline=time.monotonic() + CALL_S).fault is not None
+
+
+def test_only_what_is_nobodys_is_reclaimed(make_rig: MakeRig) -> None:
+    pool = make_rig(connections=3).channel.pool
+    busy, idle, waiting = Taker(), Taker(), Taker()
+    held, kept = (pool.take(taker, time.monotonic() + CALL_S) for taker in (busy, idle))
+    assert isinstance(held, ReadingConnection) and isinstance(kept, ReadingConnection)
+    pool.give_back(idle, kept)
+    pool.reclaim(Taker())
+    assert {id(s) for s in pool.sockets()} == {id(held.sock), id(kept.sock)}
+    assert held.sock.fileno() >= 0 <= kept.sock.fileno()
+    dialled = socket.socket()
+    idle.sock = dialled  # and not connected yet
+    pool.reclaim(idle)
+    assert dialled.fileno() < 0 <= held.sock.fileno()
+    pool.reclaim(busy)
+    pool.cancel(busy, Fault(FaultKind.CANCELLED, "late"))
+    assert pool.sockets() == [kept.sock] and held.sock.fileno() < 0 <= kept.sock.fileno()
+    assert pool.take_idle(waiting) is kept
+    pool.give_back(waiting, kept)
+
+
+def test_a_reclaimed_connection_makes_room_for_those_that_wait(make_rig: MakeRig) -> None:
+    pool = make_rig(connections=1).channel.pool
+    first, second, found = Taker(), Taker(), list[Any]()
+    assert isinstance(pool.take(first, time.monotonic() + CALL_S), ReadingConnection)
+    waits = threading.Thread(target=lambda: found.append(pool.take(second, time.monotonic() + CALL_S)))
+    waits.start()
+    assert wait_until(lambda: pool._waiting == 1, CALL_S)
+    pool.reclaim(first)
+    waits.join(CALL_S / 2)
+    assert found and isinstance(found[0], ReadingConnection)
+    pool.give_back(second, found[0])
+
+
+def test_what_may_not_have_been_asked_for_is_asked_for_again(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, not when a second has gone by."""
+    monkeypatch.setattr(tcp_pool, "_ASK_AGAIN_S", 2 * CALL_S)
+    rig = make_rig(reader_dials=False)
+    read, dial_for_peer = plain(rig), rig.owner_channel.dial_for_peer
+
+    def interrupted(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rig.owner_channel, "dial_for_peer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        read()
+    monkeypatch.setattr(rig.owner_channel, "dial_for_peer", dial_for_peer)
+    source, destination = memory_of(1, SIZE, 2), memory_of(1, SIZE, None)
+    assert rig.read(extents_of(source), extents_of(destination), timeout_s=CALL_S / 2).fault is None
+    assert rig.asked == [1, 1]
