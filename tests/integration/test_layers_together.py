@@ -15,6 +15,8 @@ from tests.support.pair import COMBOS, SUCCESS
 from tests.support.world import wait_until
 
 ALL = range(4)
+MIB = 1 << 20
+LAYER_NBYTES = 64 * 2  # two blocks
 
 
 @pytest.fixture(params=COMBOS, ids=str)
@@ -48,12 +50,42 @@ def test_layers_that_wait_are_read_together(two: Two, monkeypatch: pytest.Monkey
 
 
 def test_no_more_together_than_hold_a_layer_up(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "_TOGETHER_NBYTES", 2 * 64 * 2)  # two layers of two blocks
+    monkeypatch.setattr(receiver, "_TOGETHER_NBYTES", 2 * LAYER_NBYTES)
     reads = watch(monkeypatch, lambda messages: None)
     task = two.push(Calls(), two.config(0, ALL, ALL))
     assert task.get_results(5000) == [SUCCESS]
     assert reads == [[0], [1, 2], [3]]
     assert two.right(0, ALL, ALL)
+
+
+@pytest.mark.parametrize(("seconds", "reads_of"), [(60.0, [[0], [1], [2, 3]]), (0.0, [[0], [1], [2], [3]])])
+def test_reads_that_were_fast_make_the_next_ones_larger(
+    two: Two, monkeypatch: pytest.MonkeyPatch, seconds: float, reads_of: list[list[int]]
+) -> None:
+    """``seconds``: how long layers may be held up by others."""
+    monkeypatch.setattr(receiver, "_TOGETHER_NBYTES", LAYER_NBYTES)
+    monkeypatch.setattr(receiver, "_TOGETHER_S", seconds)
+    reads = watch(monkeypatch, lambda messages: None)
+    task = two.push(Calls(), two.config(0, ALL, ALL))
+    assert task.get_results(5000) == [SUCCESS]
+    assert reads == reads_of
+    assert two.right(0, ALL, ALL)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds", "following"),
+    [
+        (8 * MIB, 0.05, 8 * MIB),
+        (8 * MIB, 0.5, 8 * MIB // 10),
+        (8 * MIB, 0.025, 16 * MIB),
+        (8 * MIB, 0.0125, 32 * MIB),
+        (8 * MIB, 0.001, 32 * MIB),
+        (8 * MIB, 0.0, 32 * MIB),
+        (1, 10.0, 0),
+    ],
+)
+def test_what_is_read_together_is_what_takes_50_ms(nbytes: int, seconds: float, following: int) -> None:
+    assert receiver._next_together(nbytes, seconds) == pytest.approx(following, abs=1)
 
 
 @pytest.mark.parametrize("withdrawn", [1, 2])

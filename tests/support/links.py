@@ -7,8 +7,9 @@ import socket
 import threading
 from collections.abc import Callable
 
+from llm_datadist._engine.control_calls import ControlCalls
 from llm_datadist._link.link import Link
-from llm_datadist._link.seam import Address, Prepared, Target, Unusable
+from llm_datadist._link.seam import Address, Prepared, SocketCalls, Target, Unusable
 from llm_datadist._link.service import LinkService, LinkSettings
 from llm_datadist._wire.framing import Frame
 from llm_datadist._wire.messages import DataHello, Done, Identity, Unlink
@@ -85,6 +86,7 @@ class Engine:
         heartbeat_ms: int = 1000,
         link_timeout_ms: int = 30000,
         retry_count: int = 1,
+        calls: SocketCalls | None = None,
     ) -> None:
         self.id = cluster_id
         self.notes = notes or Notes()
@@ -98,7 +100,9 @@ class Engine:
             retry_count=retry_count,
             listen=None if listen is None else Address(listen, port),
         )
-        self.service = LinkService(settings, os.urandom(16), {"x": b"y"}, self.notes, lambda: os.urandom(16))
+        self.service = LinkService(
+            settings, os.urandom(16), {"x": b"y"}, self.notes, lambda: os.urandom(16), calls or ControlCalls()
+        )
         self.service.start()
 
     def __enter__(self) -> Engine:

@@ -28,6 +28,7 @@ from llm_datadist._engine.allocating import Allocator
 from llm_datadist._engine.background import Background
 from llm_datadist._engine.catalog import Catalog
 from llm_datadist._engine.comms import Comms
+from llm_datadist._engine.control_calls import ControlCalls
 from llm_datadist._engine.copying import Copier
 from llm_datadist._engine.draining import Draining
 from llm_datadist._engine.express import Express
@@ -120,6 +121,7 @@ class Engine:
             endpoints,
             handler,
             lambda: secrets.token_bytes(_TOKEN_NBYTES),
+            ControlCalls(),
         )
         try:
             state.pools.open()

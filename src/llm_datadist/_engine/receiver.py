@@ -43,7 +43,11 @@ from llm_datadist.status import (
 )
 
 _LOG = logging.getLogger("llm_datadist.engine")
-_TOGETHER_NBYTES = 8 << 20  # a layer that is there is not held up for long by those read with it
+# A layer that is there is not held up for long by those read with it: at first so much is read at once, later
+# what the reads of that offer have shown to take so long. Fewer reads are fewer waits for the GIL.
+_TOGETHER_NBYTES = 8 << 20
+_MOST_TOGETHER_NBYTES = 32 << 20
+_TOGETHER_S = 0.05
 _MAX_OFFERS = 4096  # open at once on one link: more than any sane number of layer-wise tasks
 
 
@@ -74,6 +78,7 @@ class ReceivedOffer:
     waiting: deque[tuple[PartReady, float]] = field(default_factory=deque)
     running: bool = False
     ended: bool = False
+    together_nbytes: int = 0
     flight: Flight | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -167,8 +172,10 @@ class Receiver:
         while at < len(messages):
             try:
                 part_nbytes = self._plan_of(offer).target.row_nbytes * offer.offer.part_tensors
-                some = messages[at : at + max(1, _TOGETHER_NBYTES // part_nbytes)]
-                nbytes = self._read(offer, some, time.monotonic())
+                some = messages[at : at + max(1, max(offer.together_nbytes, _TOGETHER_NBYTES) // part_nbytes)]
+                began = time.monotonic()
+                nbytes = self._read(offer, some, began)
+                offer.together_nbytes = _next_together(nbytes, time.monotonic() - began)
             except Exception:
                 for message in messages[at:]:
                     self._alone(offer, message, time.monotonic())
@@ -345,6 +352,13 @@ class Receiver:
         chosen = bases[target.first_tensor : target.first_tensor + target.tensor_count]
         offsets, lengths = layer_plans.written_units(chosen, target)
         return tuple(self._state.registry.owners_of(chosen, offsets, lengths))
+
+
+def _next_together(nbytes: int, seconds: float) -> int:
+    """How much to read at once after a read of so many bytes took so long."""
+    if nbytes * _TOGETHER_S >= _MOST_TOGETHER_NBYTES * seconds:
+        return _MOST_TOGETHER_NBYTES
+    return int(nbytes * _TOGETHER_S / seconds)
 
 
 def _blocks(offer: ReceivedOffer) -> LayerBlocks:

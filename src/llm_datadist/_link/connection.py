@@ -23,7 +23,7 @@ from typing import Protocol
 
 from llm_datadist._link.link import Link
 from llm_datadist._link.loop import ControlLoop, TimerHandle
-from llm_datadist._link.seam import Address
+from llm_datadist._link.seam import Address, SocketCalls
 from llm_datadist._wire.framing import Buffer
 from llm_datadist._wire.session import Closed, ConfirmIn, Event, HelloIn, Session, State, WelcomeIn
 
@@ -65,6 +65,7 @@ class Connection:
         number: int,
         loop: ControlLoop,
         sock: socket.socket,
+        calls: SocketCalls,
         session: Session,
         owner: ConnectionOwner,
         mark_dirty: Callable[[Connection], None],
@@ -81,6 +82,7 @@ class Connection:
         self.ticket = ticket
         self._loop = loop
         self._sock = sock
+        self._calls = calls
         self._owner = owner
         self._mark_dirty = mark_dirty
         self._lock = threading.Lock()
@@ -165,9 +167,10 @@ class Connection:
         budget = WRITE_TURN_NBYTES
         while self._outbox and budget > 0:
             try:
-                chunks = list(islice(self._outbox, CHUNKS_PER_CALL))
-                sent = self._sock.sendmsg(chunks, (), socket.MSG_NOSIGNAL)
+                sent = self._send_some()
             except (BlockingIOError, InterruptedError):
+                return False
+            if not sent:
                 return False
             budget -= sent
             self._outbox_nbytes -= sent
@@ -178,6 +181,12 @@ class Connection:
                     break
                 sent -= len(head)
         return not self._outbox
+
+    def _send_some(self) -> int:
+        if self._outbox_nbytes <= self._calls.nbytes:
+            return self._calls.send(self._sock.fileno(), b"".join(self._outbox))
+        chunks = list(islice(self._outbox, CHUNKS_PER_CALL))
+        return self._sock.sendmsg(chunks, (), socket.MSG_NOSIGNAL)
 
     # ---- control thread ----------------------------------------------------------------------------
 
@@ -199,18 +208,20 @@ class Connection:
         budget = READ_TURN_NBYTES
         while budget > 0 and not self._closed:
             try:
-                data = self._sock.recv(RECV_NBYTES)
+                data = self._calls.receive(self._sock.fileno())
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
                 self.close(f"the connection failed: {error.strerror or error}")
+                return
+            if data is None:
                 return
             if not data:
                 self.close("the peer closed the connection")
                 return
             budget -= len(data)
             self._handle(self.session.receive(data, time.monotonic()))
-            if len(data) < RECV_NBYTES:
+            if len(data) < self._calls.nbytes:
                 return  # that was all; the end of the stream, if it is there, wakes us again
 
     def _handle(self, events: list[Event]) -> None:

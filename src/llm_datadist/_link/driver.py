@@ -24,7 +24,7 @@ from llm_datadist._link.connection import Connection
 from llm_datadist._link.dials import Dial, Dials
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._link.loop import ControlLoop
-from llm_datadist._link.seam import Address, LinkHandler, Prepared, Unusable
+from llm_datadist._link.seam import Address, LinkHandler, Prepared, SocketCalls, Unusable
 from llm_datadist._wire import messages as m
 from llm_datadist._wire import session as s
 from llm_datadist.status import LLMStatusCode, code_of
@@ -53,8 +53,10 @@ class LinkDriver:
         handler: LinkHandler,
         random_token: Callable[[], bytes],
         loop: ControlLoop,
+        calls: SocketCalls,
     ) -> None:
         self.mine = mine
+        self._calls = calls
         self._handler = handler
         self._random_token = random_token
         self._loop = loop
@@ -101,7 +103,7 @@ class LinkDriver:
     ) -> Connection:
         self._next_conn += 1
         conn = Connection(
-            self._next_conn, self._loop, sock, session, self, self._dirty.append,
+            self._next_conn, self._loop, sock, self._calls, session, self, self._dirty.append,
             peer_address=peer_address, dialled_address=dialled_address, ticket=ticket,
         )  # fmt: skip
         self._conns[conn.number] = conn

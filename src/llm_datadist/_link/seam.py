@@ -59,6 +59,34 @@ class Unusable:
     text: str
 
 
+class SocketCalls(Protocol):
+    """Calls on a connection that never wait and keep the GIL.
+
+    Whoever gives the GIL up waits 5 ms to have it back beside a thread that runs Python without a pause.
+
+    Attributes:
+        nbytes: At most, of one call: what takes no longer than a few steps of Python.
+    """
+
+    nbytes: int
+
+    def send(self, fd: int, data: bytes) -> int:
+        """Sends what the socket takes now; returns how much that was.
+
+        Raises:
+            OSError: As the system reports it; never BlockingIOError.
+        """
+
+    def receive(self, fd: int) -> bytes | None:
+        """What has come, up to ``nbytes``; empty at the end of the stream, None if nothing is there yet.
+
+        On the control thread.
+
+        Raises:
+            OSError: As for ``send``.
+        """
+
+
 class LinkHandler(Protocol):
     """What the engine does for the control plane."""
 

@@ -25,7 +25,7 @@ from llm_datadist._link.link import Link
 from llm_datadist._link.listener import Place, find_place
 from llm_datadist._link.listeners import Held, Listeners
 from llm_datadist._link.loop import ControlLoop, TimerHandle
-from llm_datadist._link.seam import Address, LinkHandler, Target
+from llm_datadist._link.seam import Address, LinkHandler, SocketCalls, Target
 from llm_datadist._wire.messages import Identity, Ping
 from llm_datadist.status import EngineFinalizedError, LLMException, LLMStatusCode
 
@@ -64,6 +64,7 @@ class LinkService:
         endpoints: Transport name -> its ``endpoint()``, for the handshake.
         handler: The engine.
         random_token: Gives a fresh link token (8 to 64 random bytes).
+        calls: How connections send and receive.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class LinkService:
         endpoints: dict[str, bytes],
         handler: LinkHandler,
         random_token: Callable[[], bytes],
+        calls: SocketCalls,
     ) -> None:
         self._settings = settings
         self._role = settings.role
@@ -87,7 +89,7 @@ class LinkService:
             endpoints=endpoints,
         )
         self._loop = ControlLoop(f"llm-datadist-control-{settings.cluster_id}")
-        self._driver = LinkDriver(identity, settings.retry_count, handler, random_token, self._loop)
+        self._driver = LinkDriver(identity, settings.retry_count, handler, random_token, self._loop, calls)
         self._loop.before_wait = self._driver.flush_posted
         self._loop.on_late = self._driver.forgive
         self._listeners = Listeners(self._loop, self._driver.accept)

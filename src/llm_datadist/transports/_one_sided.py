@@ -1,7 +1,8 @@
 """One read by address: a plan moved by the caller and its movers, whatever moves the single pieces.
 
 Strategy: a small plan is moved by the caller alone; a large one is claimed piece by piece, so that a late
-mover takes less and a missing one nothing. How a piece is moved, a subclass says.
+mover takes less and a missing one nothing. While threads of this process wait for the GIL (``_waits``), pieces
+are as large as a call may be, for fewer threads or the caller alone. How a piece is moved, a subclass says.
 Invariants: deadline, cancel and the owner's life are looked at between steps and after the last one; the
 crew is dismissed (no thread may enter, all that have entered have left) before ``wait`` ends in any way.
 """
@@ -14,7 +15,7 @@ import threading
 import time
 import weakref
 
-from llm_datadist._core.segments import Extents, Segments
+from llm_datadist._core.segments import U64, Extents, Segments
 from llm_datadist.transports import _libc
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import Fault, FaultKind, Progress
@@ -180,8 +181,8 @@ class OneSidedRead:
             self._deadline = deadline
             at = self._begin(nbytes)
             if at < nbytes and self._fault is None:
-                together = self._moves_together(nbytes)
-                at = self._move_together(nbytes) if together else self._move(at, nbytes)
+                helpers = self._count_helpers(nbytes)
+                at = self._move_together(nbytes, helpers) if helpers else self._move(at, nbytes)
             if self._fault is None and self._owner.gone():
                 self._fault = self._owner.lost()
             return Progress(at, self._fault)
@@ -218,7 +219,7 @@ class OneSidedRead:
             room = min(CALL_NBYTES, stop - at)
             source, _ = self._source.take_pairs(at, room, max_runs)
             destination, _ = self._destination.take_pairs(at, room, max_runs)
-            done = _libc.read_pairs(pid, destination, source)
+            done = self._call(pid, destination, source, room)
             if done > 0:
                 at += done
             elif done == -errno.EFAULT and max_runs > 1:
@@ -226,6 +227,11 @@ class OneSidedRead:
             elif done != -errno.EINTR:
                 self._note(self._fault_of(pid, -done, int(source[0, 0]), int(destination[0, 0])))
         return at
+
+    def _call(self, pid: int, destination: U64, source: U64, nbytes: int) -> int:
+        if nbytes < _CLAIM_NBYTES:  # too short to tell anything
+            return _libc.read_pairs(pid, destination, source)
+        return self._movers.waits.watch(_libc.read_pairs, pid, destination, source)
 
     def _must_stop(self) -> bool:
         """Between steps: whether there is a fault, by now, of whatever kind."""
@@ -260,12 +266,19 @@ class OneSidedRead:
     # ---- together --------------------------------------------------------------------------------
 
     def _moves_together(self, nbytes: int) -> bool:
-        """Whether movers help with a plan of so many bytes."""
-        return nbytes > SPLIT_NBYTES and self._movers.count > 0
+        """Whether movers help with a plan of so many bytes, as things are now."""
+        return self._count_helpers(nbytes) > 0
 
-    def _move_together(self, nbytes: int) -> int:
-        """The caller and up to ``movers.count`` threads; returns the bytes that all of them moved."""
-        helpers = min(self._movers.count, nbytes // _CLAIM_NBYTES - 1)
+    def _count_helpers(self, nbytes: int) -> int:
+        if nbytes <= SPLIT_NBYTES:
+            return 0
+        return max(0, min(self._movers.count, nbytes // self._least_claim() - 1))
+
+    def _least_claim(self) -> int:
+        return CALL_NBYTES if self._movers.waits.held_up(time.monotonic()) else _CLAIM_NBYTES
+
+    def _move_together(self, nbytes: int, helpers: int) -> int:
+        """The caller and so many threads, if they are free; returns the bytes that all of them moved."""
         self._crew = Crew()
         self._lock = threading.Lock()
         self._cursor = self._done = 0
@@ -300,7 +313,7 @@ class OneSidedRead:
             with self._lock:
                 at = self._cursor
                 left = nbytes - at
-                claim = min(CALL_NBYTES, max(_CLAIM_NBYTES, left // self._share))
+                claim = min(CALL_NBYTES, max(self._least_claim(), left // self._share))
                 stop = at + min(left, claim - claim % self._grain)
                 self._cursor = stop
             if at == stop:

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from llm_datadist.transports._waits import Waits
+
 Job = Callable[[], None]
 
 # Beyond a few threads one process's copies only contend for the memory controllers; engines want the cores.
@@ -56,10 +58,16 @@ def _text(path: Path) -> str:
 
 
 class Movers:
-    """At most ``count`` daemon threads; 0 means that callers move everything themselves."""
+    """At most ``count`` daemon threads; 0 means that callers move everything themselves.
+
+    Attributes:
+        count: The threads.
+        waits: What callers and threads have noted about the GIL.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.waits = Waits()
         self._jobs: deque[Job] = deque()
         self._wake = threading.Condition()
         self._threads: list[threading.Thread] = []

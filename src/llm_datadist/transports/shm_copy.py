@@ -12,7 +12,6 @@ Threads: each thread has a buffer of its own.
 from __future__ import annotations
 
 import ctypes
-import resource
 import threading
 import time
 from collections import deque
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_datadist._core.segments import U64, Extents
+from llm_datadist.transports._waits import times_waited as _times_waited
 from llm_datadist.transports.shm_areas import Box
 
 CHUNK_NBYTES = 512 << 10  # measured: 256 KiB to 1 MiB are alike; a core's own cache has 0.5 to 2 MiB
@@ -218,8 +218,3 @@ def _buffer(nbytes: int) -> NDArray[np.uint8]:
     if buffer is None or len(buffer) < nbytes:
         buffer = _local.buffer = np.empty(nbytes, np.uint8)
     return buffer[:nbytes]
-
-
-def _times_waited() -> int:
-    """How often this thread has waited for something, the GIL included."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw

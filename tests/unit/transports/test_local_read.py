@@ -16,6 +16,7 @@ import pytest
 from llm_datadist._core.segments import U64, Segments
 from llm_datadist.testing.board import Board, SparseBoard, extents, soon
 from llm_datadist.transports import _libc, _one_sided, local_read
+from llm_datadist.transports._waits import Waits
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import FaultKind
 from tests.support.local_pair import LocalPair
@@ -32,10 +33,16 @@ def pair(request: pytest.FixtureRequest) -> Iterator[LocalPair]:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[LocalPair]:
-    """A pair whose reader has one mover."""
+def pair_with_mover() -> Iterator[LocalPair]:
     with closing(LocalPair(threads=2)) as pair:
         yield pair
+
+
+@pytest.fixture
+def two(pair_with_mover: LocalPair) -> LocalPair:
+    """A pair whose reader has one mover, and does not remember what earlier tests made it wait for."""
+    pair_with_mover._movers.waits = Waits()
+    return pair_with_mover
 
 
 @pytest.fixture(params=[1, 2], ids=["alone", "mover"])
@@ -144,6 +151,55 @@ def test_a_large_plan_is_shared_with_the_movers(two: LocalPair, monkeypatch: pyt
     with closing(Board(two, [8 * MIB], [8 * MIB])) as board:
         board.check_read([(0, 8 * MIB)], [(0, 8 * MIB)])
     assert len(threads) == 2
+
+
+def sizes_of_calls(monkeypatch: pytest.MonkeyPatch, first_s: float = 0.0) -> list[int]:
+    """The MiB of each call from now on; the first one waits for so long."""
+    real, sizes = _libc.read_pairs, []
+
+    def noting(pid: int, destination: U64, source: U64) -> int:
+        sizes.append(int(min(destination[:, 1].sum(), source[:, 1].sum())) // MIB)
+        if len(sizes) == 1:
+            time.sleep(first_s)
+        return real(pid, destination, source)
+
+    monkeypatch.setattr(_libc, "read_pairs", noting)
+    return sizes
+
+
+def test_beside_a_busy_thread_there_are_few_calls(two: LocalPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a wait for the GIL, and so is each further thread."""
+    monkeypatch.setattr(Waits, "note", lambda *_, **__: None)
+    with closing(Board(two, [24 * MIB], [24 * MIB])) as board:
+        sizes = sizes_of_calls(monkeypatch)
+        board.check_read([(0, 24 * MIB)], [(0, 24 * MIB)])
+        assert len(sizes) > 2
+        monkeypatch.setattr(Waits, "held_up", lambda *_: True)
+        monkeypatch.setattr(two._movers, "offer", lambda *_: pytest.fail("not for so few calls"))
+        sizes.clear()
+        board.check_read([(0, 24 * MIB)], [(0, 24 * MIB)])
+        assert sizes == [16, 8]
+
+
+def test_beside_a_busy_thread_large_plans_are_shared(two: LocalPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Waits, "held_up", lambda *_: True)
+    offers: list[int] = []
+    monkeypatch.setattr(two._movers, "offer", lambda _, helpers: offers.append(helpers))
+    with closing(Board(two, [40 * MIB], [40 * MIB])) as board:
+        sizes = sizes_of_calls(monkeypatch)
+        board.check_read([(0, 40 * MIB)], [(0, 40 * MIB)])
+    assert offers == [1]
+    assert sizes == [16, 16, 8], "in whole calls"
+
+
+def test_a_call_that_waits_makes_the_next_ones_larger(
+    two: LocalPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(two._movers, "offer", lambda *_: None)
+    with closing(Board(two, [8 * MIB], [8 * MIB])) as board:
+        sizes = sizes_of_calls(monkeypatch, first_s=0.05)
+        board.check_read([(0, 8 * MIB)], [(0, 8 * MIB)])
+    assert sizes == [4, 4]
 
 
 def test_a_mover_that_has_not_started_is_not_waited_for(two: LocalPair) -> None:
