@@ -12,8 +12,8 @@ from tests.support.pair import (
     AT_ONCE,
     D_ID,
     P_ID,
-    SHM_LATER,
     SUCCESS,
+    TWO,
     Combo,
     Pair,
     Shape,
@@ -135,7 +135,7 @@ def test_both_sides_push_hundreds_to_each_other(pair_b: Pair) -> None:
     assert [r.result() for r in running] == [[SUCCESS] * 200] * 2
 
 
-@SHM_LATER
+@TWO
 def test_idle_threads_end(pair: Pair) -> None:
     pair.up(timeout_ms=5000)
     pair.source()

@@ -13,7 +13,7 @@ import pytest
 
 from llm_datadist import LLMException, LLMStatusCode
 from tests.support import actors
-from tests.support.pair import AT_ONCE, D_ID, SUCCESS, Pair, Shape, of_model
+from tests.support.pair import AT_ONCE, D_ID, SHM_LATER, SUCCESS, Pair, Shape, of_model
 from tests.support.pool import Spawner
 from tests.support.slow import slow_pair
 from tests.support.world import World
@@ -58,6 +58,7 @@ def test_ctrl_c_in_a_pull_over_a_slow_link(spawn: Spawner, mode: str) -> None:
         _interrupt_a_pull(pair, Shape(tensors=1, dim0=64, stride=MIB), 0.5, True)
 
 
+@SHM_LATER
 def test_ctrl_c_in_a_pull_on_one_host(pair: Pair) -> None:
     pair.up(timeout_ms=30_000)
     _interrupt_a_pull(pair, Shape(tensors=8, dim0=16, stride=MIB), 0.03, False)

@@ -13,7 +13,7 @@ import llm_datadist as dd
 from llm_datadist import LLMException, LLMStatusCode
 from tests.support import actors
 from tests.support.memory import FILL
-from tests.support.pair import D_ID, P_ID, SHM_LATER_IN_A, Pair, Shape, of_model
+from tests.support.pair import D_ID, P_ID, Combo, Pair, Shape, of_model
 from tests.support.peers import Outcome
 from tests.support.pool import Spawner
 from tests.support.world import World
@@ -130,7 +130,7 @@ class _Restore:
         sys.stdout, sys.stderr = self._streams
 
 
-@SHM_LATER_IN_A
+@pytest.mark.parametrize("combo_a", [Combo("A", "tcp")], ids=str, indirect=True)
 @pytest.mark.parametrize("how", ["raising", "disabled", "closed"])
 def test_e3_reporting_a_failure_does_not_fail(spawn: Spawner, pair_a: Pair, how: str) -> None:
     pair_a.d.call(_break_logging, how)

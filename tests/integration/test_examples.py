@@ -11,7 +11,6 @@ import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -124,7 +123,13 @@ def demo(program: Program, *options: str, **environment: str) -> tuple[int, str,
     return program.run("-m", "examples.demo", *options, **environment)
 
 
-COMBINATIONS = list(product(("local", "shm", "tcp"), ("managed", "accessible"), ((), ("--layerwise",))))
+# Each two of the three together once; the other half is for `make test-long`.
+COMBINATIONS = [
+    pytest.param(transport, mode, how, marks=[pytest.mark.slow] if (i + j + k) % 2 else [])
+    for i, transport in enumerate(("local", "shm", "tcp"))
+    for j, mode in enumerate(("managed", "accessible"))
+    for k, how in enumerate(((), ("--layerwise",)))
+]
 
 
 @pytest.mark.parametrize(("transport", "mode", "how"), COMBINATIONS)

@@ -13,7 +13,7 @@ import llm_datadist as dd
 from llm_datadist import LLMStatusCode
 from tests.support import actors
 from tests.support.memory import pattern
-from tests.support.pair import D_ID, SEED, SUCCESS, Pair, Shape, by_id, of_model
+from tests.support.pair import D_ID, SEED, SHM_LATER, SUCCESS, Pair, Shape, by_id, of_model
 from tests.support.pool import Spawner
 from tests.support.world import World
 
@@ -97,6 +97,7 @@ def _ready(pair: Pair, **options: Any) -> Pair:
 
 
 @pytest.mark.rule("5.108", "5.121")
+@SHM_LATER
 def test_a1_a_layer_counts_as_sent_when_it_is_there(pair: Pair) -> None:
     _ready(pair, timeout_ms=1000)
     target = Target(pair, range(0, 4), range(0, 4))
@@ -127,6 +128,7 @@ def _tensor_blocks(w: World, name: str, tensors: list[int], stride: int, blocks:
 
 
 @pytest.mark.rule("5.111", "5.112")
+@SHM_LATER
 def test_a2_one_failing_peer_does_not_hide_the_others(spawn: Spawner, pair: Pair) -> None:
     _ready(pair)
     mode, backend = pair.combo.mode, pair.combo.backend
@@ -193,6 +195,7 @@ def _arrives(w: World, stride: int, tensor: int = 7) -> bool:
 
 @pytest.mark.parametrize(("sync", "code"), [({"fail": 1}, INVALID), ({"error": 1}, FAILED)], ids=str)
 @pytest.mark.rule("5.109", "5.110")
+@SHM_LATER
 def test_a4_a_synchronizer_that_fails(pair: Pair, sync: dict[str, int], code: LLMStatusCode) -> None:
     _ready(pair)
     target = Target(pair, range(0, 3), range(0, 3))

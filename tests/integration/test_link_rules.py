@@ -24,6 +24,7 @@ from tests.support.pair import (
     P_ID,
     SHM_LATER_IN_A,
     SUCCESS,
+    TWO,
     Combo,
     Pair,
     Shape,
@@ -225,6 +226,7 @@ def test_an_unfinished_handshake_is_dropped(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.rule("1.36", "4.44")
+@TWO
 def test_unlink_of_a_peer_that_does_not_answer_drops_my_side(pair: Pair) -> None:
     pair.up(HeartbeatIntervalMs="5000")
     pair.p.stop()

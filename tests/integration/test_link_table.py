@@ -9,7 +9,7 @@ import pytest
 import llm_datadist as dd
 from llm_datadist import LLMException, LLMStatusCode
 from tests.support import actors, sockets
-from tests.support.pair import AT_ONCE, D_ID, P_ID, SUCCESS, Pair, about, of_model
+from tests.support.pair import AT_ONCE, D_ID, P_ID, SUCCESS, TWO, Pair, about, of_model
 from tests.support.pool import Spawner
 from tests.support.world import World, wait_until
 
@@ -201,6 +201,7 @@ def test_forced_unlink_drops_my_side(pair: Pair) -> None:
 
 
 @pytest.mark.rule("4.74", "4.75", "4.77")
+@TWO
 def test_check_link_status_says_what_is_wrong(pair: Pair) -> None:
     pair.up(timeout_ms=1000)
     pair.d.call(actors.check_link, P_ID)

@@ -10,7 +10,7 @@ import pytest
 
 from llm_datadist import LLMStatusCode
 from tests.support import actors
-from tests.support.pair import AT_ONCE, D_ID, P_ID, SEED, SHM_LATER, SUCCESS, Pair, Shape, of_model
+from tests.support.pair import AT_ONCE, D_ID, P_ID, SEED, SHM_LATER, SUCCESS, TWO, Pair, Shape, of_model
 from tests.support.pool import Spawner
 from tests.support.world import World, wait_until
 
@@ -133,6 +133,7 @@ def _resources_are_back(w: World) -> None:
 
 
 @pytest.mark.rule("4.32", "4.94")
+@TWO
 @pytest.mark.parametrize("rounds", [4, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
 def test_l7_a_killed_peer_comes_back_with_other_memory(spawn: Spawner, pair: Pair, rounds: int) -> None:
     pair.up()

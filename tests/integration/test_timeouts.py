@@ -15,6 +15,7 @@ from tests.support.pair import (
     D_ID,
     P_ID,
     SUCCESS,
+    TWO,
     Combo,
     Pair,
     Shape,
@@ -36,6 +37,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.rule("4.9", "4.30")
+@TWO
 def test_t1_addresses_that_never_answer(spawn: Spawner, pair: Pair) -> None:
     pair.up()
     pair.source()

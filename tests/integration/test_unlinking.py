@@ -15,7 +15,7 @@ from llm_datadist._engine import executor, initiator
 from llm_datadist._engine.linking import Linking
 from llm_datadist._link.service import LinkService
 from tests.support.engines import Engines, Layers, unlink
-from tests.support.pair import COMBOS, MODE_A, SUCCESS, Combo
+from tests.support.pair import COMBOS, MODE_A, SUCCESS, TWO_COMBOS, Combo
 from tests.support.world import wait_until
 
 DOWN = (LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK)
@@ -73,6 +73,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("two", TWO_COMBOS, ids=str, indirect=True)
 @pytest.mark.parametrize("peer", ["has not answered", "has let go"])
 def test_an_unlink_that_is_interrupted_leaves_no_half_of_a_link(
     two: Two, monkeypatch: pytest.MonkeyPatch, peer: str

@@ -47,6 +47,8 @@ TWO_COMBOS = [
     for combo in COMBOS
 ]
 
+TWO = pytest.mark.parametrize("combo", TWO_COMBOS, ids=str, indirect=True)
+
 
 def _shm_later(name: str, combos: list[Combo]) -> pytest.MarkDecorator:
     slow = [pytest.param(c, marks=pytest.mark.slow) if c.backend == "shm" else c for c in combos]
