@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 
 from tests.support.pair import COMBOS, MODE_A, MODE_B, TWO_COMBOS, Combo, Pair, make_pair
 from tests.support.pool import Spawner
+
+# Where pool memory plays no part: there it is for `make test-long`.
+CONTROL_PLANE = {
+    "test_addresses", "test_background", "test_callbacks", "test_comms", "test_draining", "test_endings", "test_errors",
+    "test_link_rules", "test_link_table", "test_links", "test_many_keys", "test_modes", "test_notifications",
+    "test_unlinking",
+}  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)  # before those with the marker are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in CONTROL_PLANE and re.search(r"\b[AB]-shm\b", item.name):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=COMBOS, ids=str)

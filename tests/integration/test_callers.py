@@ -100,8 +100,18 @@ def run_both(programs: Any, layout: str, workers: int, table: dict[str, Any], **
     assert [decoder.end(), prompt.end()] == ["closed", "closed"]
 
 
-@pytest.mark.parametrize("workers", [1, 32])
-@pytest.mark.parametrize("layout", ["gqa", "mla", "sparse"])
+_REST = (("gqa", 32), ("mla", 1), ("sparse", 32))
+
+
+@pytest.mark.parametrize(
+    ("layout", "workers"),
+    [
+        ("gqa", 1),
+        ("mla", 32),
+        ("sparse", 1),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in _REST),
+    ],
+)
 def test_caller_1_caches_under_model_ids_and_a_rank_table(programs: Any, layout: str, workers: int) -> None:
     with free_ports(2) as ports:
         devices = [

@@ -13,7 +13,7 @@ import llm_datadist as dd
 from llm_datadist import LLMException, LLMStatusCode
 from tests.support import actors
 from tests.support.memory import FILL
-from tests.support.pair import D_ID, P_ID, Combo, Pair, Shape, of_model
+from tests.support.pair import D_ID, P_ID, TWO, Combo, Pair, Shape, of_model
 from tests.support.peers import Outcome
 from tests.support.pool import Spawner
 from tests.support.world import World
@@ -90,6 +90,7 @@ def _hold(found: dict[str, Outcome], address: tuple[str, int]) -> None:
 
 
 @pytest.mark.rule("1.34", "1.39")
+@TWO
 def test_e1_each_kind_of_failure_is_told_apart(spawn: Spawner, pair: Pair) -> None:
     found = _kinds(spawn, pair)
     _hold(found, pair.address)

@@ -86,10 +86,10 @@ def test_l5_the_same_cluster_twice_in_one_call(pair: Pair) -> None:
 @SHM_LATER
 @pytest.mark.rule("4.24")
 @pytest.mark.parametrize(
-    "rounds", [30, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+    "rounds", [15, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
 )
 def test_l6_both_sides_dial_at_the_same_moment(pair: Pair, rounds: int) -> None:
-    if rounds == 30 and str(pair.combo) not in ("A-tcp", "B-local"):
+    if rounds == 15 and str(pair.combo) not in ("A-tcp", "B-local"):
         rounds = 5
     pair.up(d_listens=True, link=False)
     addresses = {P_ID: pair.address, D_ID: pair.d.call(_listen_address)}

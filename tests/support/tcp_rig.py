@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import socket
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from llm_datadist._core.segments import Extents, Segments
 from llm_datadist.testing.owner import OwnerProcess
 from llm_datadist.testing.stream_owner import ExtentsSource, Port, encode_extents, first_frame
+from llm_datadist.transports._sockets import Iovecs
 from llm_datadist.transports.seam import PeerEndpoint, Progress
 from llm_datadist.transports.tcp import TcpTransport
 from llm_datadist.transports.tcp_channel import StripedRead, TcpChannel, TcpRead
@@ -115,6 +117,19 @@ class ProcessRig:
         """Ends both sides."""
         self.transport.close()
         self.owner.close()
+
+
+def sends_at_most(nbytes: int) -> Callable[[Iovecs, int], int]:
+    """An ``Iovecs.send_now`` of a socket that takes so many bytes of every answer, and then is full."""
+
+    def send_some(iovecs: Iovecs, fd: int) -> int:
+        table = iovecs._table[iovecs._head : iovecs._tail]
+        whole = b"".join(ctypes.string_at(int(address), int(size)) for address, size in table)
+        sent = os.write(fd, whole[:nbytes]) if nbytes else 0
+        iovecs.advance(sent)
+        return sent
+
+    return send_some
 
 
 MakeRig = Callable[..., Rig]

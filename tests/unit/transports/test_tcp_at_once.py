@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ from llm_datadist.transports.seam import Fault, FaultKind
 from llm_datadist.transports.tcp_frames import CHUNK_NBYTES, HEADER_NBYTES
 from llm_datadist.transports.tcp_reading import ReadingConnection
 from llm_datadist.transports.tcp_serving import TURN_NBYTES
-from tests.support.tcp_rig import MakeRig, Rig, extents_of, memory_of
+from tests.support.tcp_rig import MakeRig, Rig, extents_of, memory_of, sends_at_most
 
 BLOCK, BLOCKS = 300, [0, 2, 3, 7]
 NBYTES = 2 * BLOCK * len(BLOCKS)  # of two tensors
@@ -32,14 +30,7 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Has the socket take this many bytes of every answer that is sent at once."""
     most = int(request.param)
 
-    def send_some(self: Iovecs, fd: int) -> int:
-        table = self._table[self._head : self._tail]
-        whole = b"".join(ctypes.string_at(int(address), int(nbytes)) for address, nbytes in table)
-        sent = os.write(fd, whole[:most]) if most else 0
-        self.advance(sent)
-        return sent
-
-    monkeypatch.setattr(Iovecs, "send_now", send_some)
+    monkeypatch.setattr(Iovecs, "send_now", sends_at_most(most))
     return most
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 import threading
@@ -29,7 +28,7 @@ from llm_datadist.transports.tcp_frames import (
     unit_of,
 )
 from llm_datadist.transports.tcp_reading import ReadingConnection
-from tests.support.tcp_rig import CALL_S, Trickle, extents_of, memory_of
+from tests.support.tcp_rig import CALL_S, Trickle, extents_of, memory_of, sends_at_most
 from tests.support.unit_rig import BLOCKS, HEAD, NBYTES, SIZE, STALE, UnitRig
 from tests.support.world import wait_until
 
@@ -161,15 +160,8 @@ def cut(rig: UnitRig, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """From the second answer on, the socket is full after so many bytes."""
     most = int(request.param)
 
-    def send_some(self: Iovecs, fd: int) -> int:
-        table = self._table[self._head : self._tail]
-        whole = b"".join(ctypes.string_at(int(address), int(nbytes)) for address, nbytes in table)
-        sent = os.write(fd, whole[:most]) if most else 0
-        self.advance(sent)
-        return sent
-
     assert rig.pull(1, 1)
-    monkeypatch.setattr(Iovecs, "send_now", send_some)
+    monkeypatch.setattr(Iovecs, "send_now", sends_at_most(most))
     return most
 
 
