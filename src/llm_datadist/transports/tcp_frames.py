@@ -14,7 +14,7 @@ from enum import IntEnum
 
 import msgspec
 
-CHUNK_NBYTES = 8 << 20  # what a reader takes with one call, a wait for the GIL; zeros to its end if the source fails
+CHUNK_NBYTES = 8 << 20  # what a reader takes with one call; zeros to its end if the source fails within it
 SELECTOR_NBYTES = 16 << 20  # 10^6 block ids of 8 bytes, twice over
 TEXT_NBYTES = 1024  # of an END; longer ones are cut
 STREAM_NBYTES = 1 << 62  # far above any cache; keeps sums of positions within int64
