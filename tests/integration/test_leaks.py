@@ -7,7 +7,7 @@ import pytest
 import llm_datadist as dd
 from llm_datadist import LLMException
 from tests.support import actors
-from tests.support.pair import P_ID, SUCCESS, Pair, of_model
+from tests.support.pair import P_ID, SUCCESS, THREE, Pair, of_model
 from tests.support.peers import Peer
 from tests.support.sockets import refusing_address
 from tests.support.world import World, wait_until
@@ -16,6 +16,7 @@ ROUNDS = {"short": (60, 600, 20, 30, 5), "long": (2000, 20_000, 500, 500, 100)}
 MAX_GROWTH = 4 << 20
 
 
+@THREE
 @pytest.mark.parametrize(
     "length", ["short", pytest.param("long", marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )

@@ -12,7 +12,7 @@ import pytest
 import llm_datadist as dd
 from llm_datadist import DataType, LLMException, LLMStatusCode, OutOfMemoryError, Placement
 from tests.support import actors, allocated
-from tests.support.pair import D_ID, P_ID, SEED, SUCCESS, Pair, Shape, of_model
+from tests.support.pair import D_ID, P_ID, SEED, SUCCESS, THREE, Pair, Shape, of_model
 from tests.support.pool import Spawner
 from tests.support.world import World
 
@@ -82,6 +82,7 @@ def _unix_sockets() -> set[str]:
     return {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
 
 
+@THREE
 @pytest.mark.parametrize("rounds", KILLS)
 def test_r3_a_killed_process_leaves_nothing_and_the_next_starts(
     spawn: Spawner, combo: Any, rounds: int

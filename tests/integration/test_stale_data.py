@@ -10,7 +10,7 @@ import pytest
 
 from llm_datadist import LLMException, LLMStatusCode
 from tests.support import actors, allocated
-from tests.support.pair import D_ID, SEED, SUCCESS, Pair, Shape, by_id, by_request, of_model
+from tests.support.pair import D_ID, SEED, SUCCESS, THREE, Pair, Shape, by_id, by_request, of_model
 from tests.support.pool import Spawner
 from tests.support.slow import slow_pair
 from tests.support.world import World
@@ -55,6 +55,7 @@ def test_s1_a_withdrawn_cache_is_not_read(pair: Pair, kind: str) -> None:
 GENERATION_SHAPE = Shape(tensors=4, dim0=32, stride=65536)  # long enough to be torn, 2 ms or so
 
 
+@THREE
 @pytest.mark.parametrize(("seconds", "at_least"), [(2.0, 10), pytest.param(10.0, 50, marks=pytest.mark.slow)])
 @pytest.mark.rule("5.14", "6.33")
 def test_s2_a_pull_holds_one_generation_only(pair: Pair, seconds: float, at_least: int) -> None:

@@ -47,6 +47,15 @@ TWO_COMBOS = [
     for combo in COMBOS
 ]
 
+THREE = pytest.mark.parametrize(
+    "combo",
+    [
+        c if str(c) in ("A-tcp", "B-local", "B-shm") else pytest.param(c, marks=pytest.mark.slow)
+        for c in COMBOS
+    ],
+    ids=str,
+    indirect=True,
+)
 TWO = pytest.mark.parametrize("combo", TWO_COMBOS, ids=str, indirect=True)
 
 
