@@ -6,7 +6,6 @@ Threads: any; init and finalize of one object exclude each other.
 
 from __future__ import annotations
 
-import logging
 import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from llm_datadist import _instances
 from llm_datadist._core.notices import checked_notice
 from llm_datadist._core.options import Options, parse_options
+from llm_datadist._logs import get_logger
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.checks import check_isinstance, check_uint64
 from llm_datadist.clusters import Notify
@@ -24,7 +24,7 @@ from llm_datadist.status import EngineFinalizedError, ParamInvalidError
 if TYPE_CHECKING:
     from llm_datadist._engine.engine import Engine
 
-_log = logging.getLogger("llm_datadist")
+_log = get_logger("llm_datadist")
 
 
 class LLMDataDist(Links):

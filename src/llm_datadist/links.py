@@ -5,12 +5,12 @@ Every call checks the state first, then types and ranges, and hands plain values
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist._core.options import RULE_OF_PROP
+from llm_datadist._logs import get_logger
 from llm_datadist.checks import check_int32, check_isinstance, check_uint32, check_uint64
 from llm_datadist.clusters import LinkInfo, LLMClusterInfo
 from llm_datadist.enums import RegisterMemStatus
@@ -19,7 +19,7 @@ from llm_datadist.status import LLMStatusCode, ParamInvalidError
 if TYPE_CHECKING:
     from llm_datadist._engine.engine import Engine
 
-_log = logging.getLogger("llm_datadist.link")
+_log = get_logger("llm_datadist.link")
 _LISTEN = RULE_OF_PROP["listen_ip_info"]
 
 

@@ -7,17 +7,17 @@ thread that gave the last answer.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from threading import Condition
 from typing import Any
 
+from llm_datadist._logs import get_logger
 from llm_datadist.checks import check_int32
 from llm_datadist.status import LLMStatusCode, ParamInvalidError, TransferTimeoutError, error_of
 
-_log = logging.getLogger("llm_datadist.tasks")
+_log = get_logger("llm_datadist.tasks")
 
 
 class CacheTask:

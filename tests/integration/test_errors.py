@@ -113,6 +113,7 @@ def _break_logging(w: World, how: str) -> None:
     if how == "raising":
         handler = _Raises()
         logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG)
         w.extras["handler"] = _Remove(handler)
     elif how == "disabled":
         logging.disable(logging.CRITICAL)
@@ -127,7 +128,9 @@ class _Remove:
         self._handler = handler
 
     def close(self) -> None:
-        logging.getLogger("llm_datadist").removeHandler(self._handler)
+        logger = logging.getLogger("llm_datadist")
+        logger.removeHandler(self._handler)
+        logger.setLevel(logging.NOTSET)
 
 
 class _Restore:

@@ -305,7 +305,9 @@ class _Records(logging.Handler):
         self.records.append((record.name, record.levelname, record.getMessage()))
 
     def close(self) -> None:
-        logging.getLogger("llm_datadist").removeHandler(self)
+        logger = logging.getLogger("llm_datadist")
+        logger.removeHandler(self)
+        logger.setLevel(logging.NOTSET)
         super().close()
 
 

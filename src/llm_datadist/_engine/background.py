@@ -7,7 +7,6 @@ a place is free again before the callbacks of its task run, so callbacks may sta
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -18,10 +17,11 @@ from llm_datadist._core.registry import Record
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.state import State
 from llm_datadist._link.link import Link
+from llm_datadist._logs import get_logger
 from llm_datadist.status import LLMException, LLMStatusCode
 from llm_datadist.tasks import CacheTask, TaskBook
 
-_LOG = logging.getLogger("llm_datadist.engine")
+_LOG = get_logger("llm_datadist.engine")
 _PER_LINK = 64  # a thread each: more only share the same link
 _LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from llm_datadist._core.segments import U64
 from llm_datadist._engine.settling import settle
 from llm_datadist._engine.state import State, describe
 from llm_datadist._link.link import Link, LinkLost
+from llm_datadist._logs import get_logger
 from llm_datadist._wire.messages import Announce, Withdraw
 from llm_datadist.caches import Cache, CacheDesc, MemInfo
 from llm_datadist.devices import cpu
@@ -25,7 +25,7 @@ from llm_datadist.infos import CacheInfo
 from llm_datadist.keys import BlocksCacheKey, CacheKey
 from llm_datadist.status import CacheNotExistError, ParamInvalidError
 
-_LOG = logging.getLogger("llm_datadist.cache")
+_LOG = get_logger("llm_datadist.cache")
 _KEYS_A_FRAME = 8192  # about 100 bytes each on the wire, against 4 MiB that a message may have
 _LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
 _LOST_S = 1.0  # for a peer to notice the end of its link, and to give up what it was reading

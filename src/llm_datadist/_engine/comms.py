@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 from llm_datadist._core.rank_table import Comm, RankEntry, read_comm
 from llm_datadist._engine.linking import Linking
@@ -20,6 +19,7 @@ from llm_datadist._link.listeners import Held
 from llm_datadist._link.loop import TimerHandle
 from llm_datadist._link.seam import Address, Target
 from llm_datadist._link.service import LinkService
+from llm_datadist._logs import get_logger
 from llm_datadist.enums import RegisterMemStatus
 from llm_datadist.status import (
     LinkBusyError,
@@ -35,7 +35,7 @@ LONGEST_TRY_S = 10.0  # a handshake ends after that time anyway
 FIRST_PAUSE_S = 0.1  # between rounds, doubled: the peer has not been started yet
 LONGEST_PAUSE_S = 0.5
 
-_LOG = logging.getLogger("llm_datadist.link")
+_LOG = get_logger("llm_datadist.link")
 _LINKED = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
 _OVER = LLMStatusCode.LLM_ENGINE_FINALIZED
 _HOPELESS = LLMStatusCode.LLM_PARAM_INVALID  # the sides differ in mode: no later try can end otherwise
@@ -208,7 +208,9 @@ class _Linking:
         if not self._missing():
             self.status = RegisterMemStatus.OK
             self._stop_work()
-            _log(logging.INFO, "comm %d (%r) is ready: clusters %s", self.comm_id, self.name, self.clusters)
+            _LOG.log(
+                logging.INFO, "comm %d (%r) is ready: clusters %s", self.comm_id, self.name, self.clusters
+            )
 
     def fail(self, reason: str) -> None:
         """FAILED, unless it is final already."""
@@ -222,7 +224,7 @@ class _Linking:
             self.let_go()
             if self.leaving:
                 return
-        _log(
+        _LOG.log(
             logging.WARNING, "comm %d (%r) has failed after %.1f s, %s: %s",
             self.comm_id, self.name, time.monotonic() - self._began, reason, "; ".join(reasons),
         )  # fmt: skip
@@ -326,8 +328,3 @@ class _Tries:
         rounds = min(self._count // len(self._addresses), 8)
         pause_s = min(FIRST_PAUSE_S * 2**rounds, LONGEST_PAUSE_S)
         self._pause = self._links.call_at(time.monotonic() + pause_s, self.next)
-
-
-def _log(level: int, text: str, *args: object) -> None:
-    with suppress(Exception):  # a handler that raises must not break the call
-        _LOG.log(level, text, *args)

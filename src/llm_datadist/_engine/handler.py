@@ -5,7 +5,6 @@ Runs on the control thread: everything that may block is handed to a worker.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 
@@ -22,6 +21,7 @@ from llm_datadist._engine.state import Peer, State, describe, peer_of
 from llm_datadist._engine.transport_set import TransportSet
 from llm_datadist._link.link import Link
 from llm_datadist._link.seam import Address, DataSocket, Prepared, Unusable
+from llm_datadist._logs import get_logger
 from llm_datadist._wire.framing import Frame, ProtocolError
 from llm_datadist._wire.messages import (
     Announce,
@@ -47,7 +47,7 @@ from llm_datadist._wire.messages import (
 from llm_datadist.status import LinkFailedError, LLMStatusCode
 from llm_datadist.transports.seam import PeerEndpoint
 
-_LOG = logging.getLogger("llm_datadist.link")
+_LOG = get_logger("llm_datadist.link")
 _MAX_CONNECTIONS_ASKED = 64  # by one message of a peer
 
 

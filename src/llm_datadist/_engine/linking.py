@@ -7,7 +7,6 @@ connection; the peer marks its side as unlinked and sees it go.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from llm_datadist._engine.state import Peer, State, describe, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._link.seam import Address, Target
+from llm_datadist._logs import get_logger
 from llm_datadist._wire.messages import Done, Unlink
 from llm_datadist.clusters import LinkInfo
 from llm_datadist.status import LinkFailedError, LLMException, LLMStatusCode, TransferTimeoutError, code_of
 
-_LOG = logging.getLogger("llm_datadist.link")
+_LOG = get_logger("llm_datadist.link")
 _LINKED = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
 # Answers to Unlink with which the link stays -> what our caller gets.
 _STAYS = {

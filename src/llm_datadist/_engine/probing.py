@@ -5,7 +5,6 @@ Runs on the control thread: ``Transport.open`` must not wait for the peer.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,10 +15,11 @@ from llm_datadist._core.selection import Choice, candidates, choose
 from llm_datadist._engine.state import Peer
 from llm_datadist._engine.transport_set import CAPS, WORDS, TransportSet
 from llm_datadist._engine.ways import Way
+from llm_datadist._logs import get_logger
 from llm_datadist._wire.messages import Identity
 from llm_datadist.transports.seam import PeerEndpoint, StreamChannel, TransportUnavailable, WordChannel
 
-_LOG = logging.getLogger("llm_datadist.link")
+_LOG = get_logger("llm_datadist.link")
 _PROBE_S = 1.0  # for Transport.open in a handshake; on one host it takes microseconds
 _PARTIAL = frozenset(name for name, caps in CAPS.items() if caps.partial)
 

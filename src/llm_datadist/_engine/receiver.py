@@ -7,7 +7,6 @@ noted on the control thread; planning and moving run on workers, the parts of on
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections import deque
@@ -31,6 +30,7 @@ from llm_datadist._engine.overlapping import check_apart
 from llm_datadist._engine.responder import MAX_PARTS_TOGETHER, check_accessible, describe_name
 from llm_datadist._engine.state import State, describe, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost
+from llm_datadist._logs import get_logger
 from llm_datadist._wire.framing import Frame, ProtocolError
 from llm_datadist._wire.messages import Done, EndOffer, Offer, PartReady
 from llm_datadist.status import (
@@ -42,7 +42,7 @@ from llm_datadist.status import (
     error_of,
 )
 
-_LOG = logging.getLogger("llm_datadist.engine")
+_LOG = get_logger("llm_datadist.engine")
 # A layer that is there is not held up for long by those read with it: at first so much is read at once, later
 # what the reads of that offer have shown to take so long. Fewer reads are fewer waits for the GIL.
 _TOGETHER_NBYTES = 8 << 20

@@ -6,17 +6,17 @@ Threads: any. Registering and forgetting may take long, so never under the engin
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import numpy as np
 
 from llm_datadist._core.segments import U64
+from llm_datadist._logs import get_logger
 from llm_datadist.enums import Placement
 from llm_datadist.transports.seam import Region, RegisteringTransport, RegistrationRefused
 
-_LOG = logging.getLogger("llm_datadist.cache")
+_LOG = get_logger("llm_datadist.cache")
 Tokens: TypeAlias = Mapping[str, bytes]
 """By transport: what lets peers reach memory with it."""
 

@@ -6,12 +6,13 @@ peer never keeps the jobs of another waiting.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 
-_LOG = logging.getLogger("llm_datadist.engine")
+from llm_datadist._logs import get_logger
+
+_LOG = get_logger("llm_datadist.engine")
 _IDLE_S = 2.0  # a thread without work for so long ends
 _PER_KEY = 8  # jobs of one key that run at once: more only share the same link
 

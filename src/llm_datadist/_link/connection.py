@@ -11,7 +11,6 @@ control thread.
 from __future__ import annotations
 
 import contextlib
-import logging
 import selectors
 import socket
 import threading
@@ -24,6 +23,7 @@ from typing import Protocol
 from llm_datadist._link.link import Link
 from llm_datadist._link.loop import ControlLoop, TimerHandle
 from llm_datadist._link.seam import Address, SocketCalls
+from llm_datadist._logs import get_logger
 from llm_datadist._wire.framing import Buffer
 from llm_datadist._wire.session import Closed, ConfirmIn, Event, HelloIn, Session, State, WelcomeIn
 
@@ -34,7 +34,7 @@ RECV_NBYTES = 64 << 10
 DRAIN_CALLS = 64  # reads before the last words; a peer that floods us may miss them
 CHUNKS_PER_CALL = 256  # under IOV_MAX (1024)
 
-_log = logging.getLogger("llm_datadist.link")
+_log = get_logger("llm_datadist.link")
 _ASKS_US = (HelloIn, WelcomeIn, ConfirmIn)  # events that need a decision of ours
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -14,9 +13,10 @@ from llm_datadist._link.dialer import Connector, numeric
 from llm_datadist._link.link import Link
 from llm_datadist._link.loop import ControlLoop, TimerHandle
 from llm_datadist._link.seam import Address, Target
+from llm_datadist._logs import get_logger
 from llm_datadist.status import LLMStatusCode
 
-_log = logging.getLogger("llm_datadist.link")
+_log = get_logger("llm_datadist.link")
 _LINKED = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
 _UNHEARD = "no answer"
 

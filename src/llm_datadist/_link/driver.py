@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import socket
 import threading
 import time
@@ -25,6 +24,7 @@ from llm_datadist._link.dials import Dial, Dials
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._link.loop import ControlLoop
 from llm_datadist._link.seam import Address, LinkHandler, Prepared, SocketCalls, Unusable
+from llm_datadist._logs import get_logger
 from llm_datadist._wire import messages as m
 from llm_datadist._wire import session as s
 from llm_datadist.status import LLMStatusCode, code_of
@@ -32,7 +32,7 @@ from llm_datadist.status import LLMStatusCode, code_of
 PROBE_S = 1.0  # how long an old link may take to answer before it counts as gone
 PROBE_SHARE = 3  # and at most this part of the time that a dial has left
 
-_log = logging.getLogger("llm_datadist.link")
+_log = get_logger("llm_datadist.link")
 
 
 @dataclass(slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import selectors
 import socket
 import time
@@ -12,13 +11,14 @@ from dataclasses import dataclass
 from llm_datadist._link.dialer import Candidate, SockAddr, numeric, prepare_socket, resolve
 from llm_datadist._link.loop import ControlLoop
 from llm_datadist._link.seam import Address
+from llm_datadist._logs import get_logger
 from llm_datadist.status import LLMException, LLMStatusCode
 
 BACKLOG = 512  # peers that dial while this process is held up; the system may cap it
 ACCEPTS_PER_TURN = 64
 PAUSE_S = 0.1  # when descriptors have run out: the connection waits in the backlog meanwhile
 
-_log = logging.getLogger("llm_datadist.link")
+_log = get_logger("llm_datadist.link")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import logging
 import os
 import selectors
 import socket
@@ -20,13 +19,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+
+from llm_datadist._logs import get_logger
 
 LATE_S = 0.25  # a turn that comes later than this was held up: by a stop, by the GIL, by the machine
 ERROR_PAUSE_S = 0.05  # between turns when the selector itself fails, so that a fault is not a spin
 MIN_PURGE = 64  # cancelled timers that may stay in the heap before it is rebuilt
 
-_log = logging.getLogger("llm_datadist.link")
+_log = get_logger("llm_datadist.link")
 
 
 class TimerHandle:
@@ -230,8 +230,7 @@ class ControlLoop:
         try:
             fn()
         except Exception:
-            with suppress(Exception):  # a logging handler of the user's may raise too
-                _log.exception("a callback on the control thread failed; the thread goes on")
+            _log.exception("a callback on the control thread failed; the thread goes on")
 
     def _close(self) -> None:
         with self._lock:

@@ -8,7 +8,6 @@ Threads: every method from any thread. One serving thread per transport, started
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
@@ -16,12 +15,13 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
+from llm_datadist._logs import get_logger
 from llm_datadist.transports._sockets import tune
 from llm_datadist.transports.seam import PeerEndpoint, ReadSource, TransportCaps, TransportUnavailable
 from llm_datadist.transports.tcp_channel import TcpChannel
 from llm_datadist.transports.tcp_server import TcpServer, close_copy
 
-logger = logging.getLogger("llm_datadist.tcp")
+logger = get_logger("llm_datadist.tcp")
 
 DEFAULT_CONNECTIONS = 8  # per link, opened on demand
 _MAX_STRIPES = 4  # one serving thread feeds them all

@@ -11,13 +11,13 @@ Threads: one thread reads; another may end that by shutting the socket down.
 from __future__ import annotations
 
 import errno
-import logging
 import select
 import socket
 from collections.abc import Callable
 from typing import Protocol
 
 from llm_datadist._core.segments import Extents
+from llm_datadist._logs import get_logger
 from llm_datadist.transports._sockets import (
     NOW_NBYTES,
     SEND_NOW,
@@ -43,7 +43,7 @@ from llm_datadist.transports.tcp_frames import (
     encode_request,
 )
 
-logger = logging.getLogger("llm_datadist.tcp")
+logger = get_logger("llm_datadist.tcp")
 
 _INLINE_NBYTES = 64 << 10  # a selector up to this is joined to its header: one packet, one call
 

@@ -15,12 +15,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from llm_datadist._logs import get_logger
 from llm_datadist.transports._sockets import Buffer, receive_now
 from llm_datadist.transports.seam import ReadSource
 from llm_datadist.transports.tcp_frames import FrameError
 from llm_datadist.transports.tcp_serving import ServedConnection, ServedLink
 
-logger = logging.getLogger("llm_datadist.tcp")
+logger = get_logger("llm_datadist.tcp")
 
 MAX_CONNECTIONS = 64  # served per link: far above what a reader opens, low enough to spare descriptors
 _RECEIVE_NBYTES = 256 << 10

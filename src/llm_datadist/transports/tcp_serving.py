@@ -16,6 +16,7 @@ import socket
 from typing import Protocol
 
 from llm_datadist._core.segments import Extents
+from llm_datadist._logs import get_logger
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.transports._sockets import MORE, NO_WAIT, NOW_NBYTES, Buffer, Iovecs
 from llm_datadist.transports.seam import Fault, FaultKind, ReadSource, ServedUnits, Serving
@@ -34,7 +35,7 @@ from llm_datadist.transports.tcp_frames import (
     unit_of,
 )
 
-logger = logging.getLogger("llm_datadist.tcp")
+logger = get_logger("llm_datadist.tcp")
 
 TURN_NBYTES = 1 << 20  # bounds how long one reader holds up the others
 _ZEROS = Buffer(64 << 10)

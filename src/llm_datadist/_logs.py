@@ -1,0 +1,24 @@
+"""Loggers whose calls never raise: a handler of the user's that fails must not fail a transfer, or half of a link."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter
+
+
+def get_logger(name: str) -> _Adapter:
+    """The logger of that name, for all code of this package."""
+    return _Quiet(logging.getLogger(name), {})
+
+
+class _Quiet(_Adapter):
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """What all other calls come to."""
+        with suppress(Exception):
+            super().log(level, msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
