@@ -94,7 +94,7 @@ class Connector:
             code = self._try(family, sockaddr)
             if code == 0:
                 return
-            reason = f"{numeric(sockaddr)}: {os.strerror(code)}"
+            reason = _why(sockaddr, code)
         self._finish(None, reason)
 
     def _try(self, family: int, sockaddr: SockAddr) -> int:
@@ -123,7 +123,7 @@ class Connector:
         if code == 0 and _is_own_echo(sock):
             code = errno.ECONNREFUSED
         if code:
-            self._failed(f"{numeric(sockaddr)}: {os.strerror(code)}")
+            self._failed(_why(sockaddr, code))
             return
         self._loop.unregister(sock)
         self._sock = None
@@ -152,6 +152,12 @@ class Connector:
         """In a forked child: closes the descriptor."""
         if self._sock is not None:
             self._sock.close()
+
+
+def _why(sockaddr: SockAddr, code: int) -> str:
+    """Why an address cannot be reached, and what to do if that is in the caller's hands."""
+    hint = "; nobody listens there: check address and port, or start the peer first"
+    return f"{numeric(sockaddr)}: {os.strerror(code)}{hint if code == errno.ECONNREFUSED else ''}"
 
 
 def _is_own_echo(sock: socket.socket) -> bool:
