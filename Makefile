@@ -52,9 +52,10 @@ $(VENV)/.nixl: | $(BIN)/python
 test-long: $(VENV)/.dev $(VENV)/.nixl
 	$(BIN)/python -m pytest -m slow --timeout 600 $(PYTEST_ARGS)
 
+# What UCX says before it ends a process is seen, and nothing else of what it says.
 test-nixl: $(VENV)/.dev $(VENV)/.nixl
-	$(BIN)/python -m pytest -m slow --timeout 600 tests/conformance/test_nixl.py $(wildcard tests/integration/test_nixl*.py) \
-		$(PYTEST_ARGS)
+	UCX_LOG_LEVEL=fatal NIXL_LOG_LEVEL=FATAL $(BIN)/python -m pytest -m slow --timeout 600 --capture=sys \
+		tests/conformance/test_nixl.py $(wildcard tests/integration/test_nixl*.py) $(PYTEST_ARGS)
 
 check: format lint types layers sizes
 

@@ -13,16 +13,30 @@ from llm_datadist.testing.one_sided import PartialConformance
 from llm_datadist.testing.rows import RowsConformance
 from llm_datadist.testing.transports import Pair, TransportConformanceSlow
 from llm_datadist.transports.seam import FaultKind
+from tests.support import leaks
 from tests.support.nixl_pair import NixlPair, need_nixl
 
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def _leaves_nothing() -> Iterator[None]:
+    """But descriptors: UCX opens some when it likes, as long as ``pair`` lives."""
+    before = leaks.take()
+    yield
+    left = leaks.differences(before, fds=False)
+    assert not left, f"the test left behind {left}"
+
+
 @pytest.fixture(scope="module")
 def pair() -> Iterator[NixlPair]:
     need_nixl()
+    NixlPair().close()  # what stays open once UCX was used
+    before = leaks.take()
     with closing(NixlPair()) as pair:
         yield pair
+    left = leaks.differences(before)
+    assert not left, f"its agents left behind {left}"
 
 
 @pytest.fixture

@@ -86,6 +86,19 @@ def test_t3_owner_killed_in_the_middle(env: dict[str, str]) -> None:
             check_read(reader, told(another, reader, MIB, 7), MIB, 7)
 
 
+def test_t3_a_reader_outlives_its_owners() -> None:
+    """UCX calls abort() when an endpoint whose peer has just died is destroyed before it had time to notice."""
+    with closing(NixlReader()) as reader:
+        for _ in range(10):
+            with closing(NixlOwner()) as owner:
+                reader.link(owner)
+                base = told(owner, reader, 4096)
+                assert isinstance(reader.call("word", address=base), int)
+                owner.kill()
+                assert reader.call("word", address=base)["fault"] == "PEER_LOST"
+                reader.call("close")
+
+
 def test_t4_owner_stopped_in_the_middle() -> None:
     """Over TCP it must answer: TIMEOUT soon after the deadline, and nothing comes when it goes on."""
     nbytes = 256 * MIB

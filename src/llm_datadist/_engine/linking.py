@@ -27,7 +27,7 @@ _STAYS = {
     LLMStatusCode.LLM_EXIST_LINK: LLMStatusCode.LLM_SUCCESS,
 }
 _PEERS_SHARE = 0.9  # of the time of an unlink that the peer may wait for its transfers
-_ANSWER_S = 0.1  # for its answer to arrive, at least
+_ANSWER_S = 0.25  # for its answer to arrive, at least; a busy machine is not a dead peer
 _LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
 
 

@@ -270,12 +270,15 @@ class NixlChannel:
                 for _ in range(2):
                     session = self._session or self._make()
                     self._session = session
-                    try:
-                        session.prepare(sources, memory, rows)
-                        if session.enter():
+                    if session.enter():
+                        try:
+                            session.prepare(sources, memory, rows)
                             return session
-                    except NixlBusy:
-                        pass
+                        except NixlBusy:
+                            session.leave()
+                        except BaseException:
+                            session.leave()
+                            raise
                     session.retire()
                     self._session = None
                 raise NixlRefused("it overlaps what the agent knows")

@@ -137,7 +137,7 @@ class Session:
     # ---- what it knows --------------------------------------------------------------------------
 
     def prepare(self, sources: tuple[Source, ...], memory: str, rows: U64) -> None:
-        """Makes the peer's memory and rows of ours known. Quick when they are.
+        """Makes the peer's memory and rows of ours known, for a user. Quick when they are.
 
         Raises:
             NixlBusy: Not in this session.

@@ -287,12 +287,45 @@ def test_a_package_for_another_python_is_a_reason(monkeypatch: pytest.MonkeyPatc
         NixlTransport(lambda n: bytes(n))
 
 
+def _nothing(*args: object) -> None:
+    pass
+
+
 def _no_ucx(agent: object, name: str, options: object) -> None:
     raise RuntimeError(f"no {name}")
 
 
 def test_an_agent_that_cannot_be_made_is_a_reason() -> None:
-    agent = type("nixlAgent", (), {"__init__": lambda *args: None, "createBackend": _no_ucx})
+    agent = type("nixlAgent", (), {"__init__": _nothing, "createBackend": _no_ucx, "getNotifs": _nothing})
     bindings = SimpleNamespace(nixlAgentConfig=SimpleNamespace, nixlAgent=agent, NIXL_THREAD_SYNC_RW=0)
     with pytest.raises(TransportUnavailable, match="no agent with UCX for us: no UCX"):
         _nixl._Agent(bindings, "a", True)
+
+
+def test_an_agent_makes_progress_before_it_is_destroyed() -> None:
+    """UCX calls abort() for one whose peer has just died, if it is in the middle of taking that endpoint down."""
+    calls: list[str] = []
+
+    class Agent:
+        def __init__(self, name: str, config: object) -> None:
+            pass
+
+        def createBackend(self, name: str, options: object) -> None:  # noqa: N802 - NIXL's
+            pass
+
+        def releaseXferReq(self, transfer: int) -> None:  # noqa: N802
+            calls.append(f"release {transfer}")
+            raise RuntimeError
+
+        def getNotifs(self, known: object, backends: object) -> None:  # noqa: N802
+            calls.append("progress")
+            raise RuntimeError
+
+        def __del__(self) -> None:
+            calls.append("destroy")
+
+    bindings = SimpleNamespace(nixlAgentConfig=SimpleNamespace, nixlAgent=Agent, NIXL_THREAD_SYNC_RW=0)
+    agent = _nixl._Agent(bindings, "a", False)
+    agent.close([1, 2])
+    agent.close()
+    assert calls == ["release 1", "release 2", "progress", "destroy"]

@@ -11,6 +11,7 @@ import pytest
 
 from llm_datadist.transports.nixl import NixlTransport
 from llm_datadist.transports.seam import FaultKind, Progress, RegistrationRefused, TransportUnavailable
+from tests.support.fake_nixl import FakeAgent
 from tests.support.nixl_rig import SIZE, Rig, kind_of, region
 from tests.support.world import wait_until
 
@@ -93,6 +94,33 @@ def test_what_another_read_has_cut_is_begun_again(rig: Rig) -> None:
     patient.join(10)
     assert answers == [Progress(SIZE)]
     assert np.array_equal(rig.here[:SIZE], rig.there[SIZE : 2 * SIZE])
+
+
+def test_a_session_that_another_read_cuts_is_there_for_who_prepares_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent is not destroyed before, and what has arrived is right."""
+    rig.tell(rig.source, nbytes=SIZE)
+    rig.check()
+    rig.tell(rig.source + SIZE, nbytes=SIZE)
+    session = rig.channel.current()
+    assert session is not None
+
+    def load(agent: FakeAgent, metadata: bytes) -> None:
+        monkeypatch.undo()
+        cutting.start()
+        assert wait_until(lambda: session.doomed, 10)
+        agent.load(metadata)
+
+    def cut() -> None:
+        session.doom()
+        session.leave()
+
+    cutting = threading.Thread(target=cut)
+    monkeypatch.setattr(FakeAgent, "load", load)
+    rig.check(SIZE)
+    cutting.join(10)
+    assert session._destroyed
 
 
 def test_an_interrupted_wait_leaves_no_transfer(rig: Rig) -> None:

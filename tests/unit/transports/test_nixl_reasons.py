@@ -122,7 +122,10 @@ def no_agent(patch: pytest.MonkeyPatch, tmp: Path) -> None:
     def fail(agent: object, name: str, options: object) -> None:
         raise RuntimeError("NIXL_ERR_BACKEND")
 
-    agent = type("nixlAgent", (), {"__init__": lambda *args: None, "createBackend": fail})
+    def nothing(*args: object) -> None:
+        pass
+
+    agent = type("nixlAgent", (), {"__init__": nothing, "createBackend": fail, "getNotifs": nothing})
     patch.setattr(
         _nixl,
         "_bindings",
