@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.pair import COMBOS, MODE_A, MODE_B, TWO_COMBOS, Combo, Pair, make_pair
+from tests.support.pair import COMBOS, MODE_A, MODE_B, Combo, Pair, make_pair
 from tests.support.pool import Spawner
+from tests.support.which_combos import TWO_COMBOS
 
 # Where pool memory plays no part: there it is for `make test-long`.
 CONTROL_PLANE = {

@@ -13,7 +13,6 @@ from tests.support.pair import (
     D_ID,
     P_ID,
     SUCCESS,
-    TWO,
     Combo,
     Pair,
     Shape,
@@ -22,9 +21,10 @@ from tests.support.pair import (
     by_request,
     make_pair,
     of_model,
-)  # fmt: skip
+)
 from tests.support.pool import Spawner
 from tests.support.slow import slow_pair
+from tests.support.which_combos import TWO  # fmt: skip
 from tests.support.world import wait_until
 
 FAILED = LLMStatusCode.LLM_FAILED

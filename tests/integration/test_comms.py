@@ -24,19 +24,10 @@ from tests.support.comms import (
     status,
     up_both,
 )
-from tests.support.pair import (
-    AT_ONCE,
-    D_ID,
-    P_ID,
-    SUCCESS,
-    TWO,
-    Combo,
-    Pair,
-    about,
-    make_pair,
-)
+from tests.support.pair import AT_ONCE, D_ID, P_ID, SUCCESS, Combo, Pair, about, make_pair
 from tests.support.pool import Spawner
 from tests.support.rank_tables import device, free_ports, on_loopback, rank_table, server
+from tests.support.which_combos import TWO
 from tests.support.world import World
 
 BAD, BUSY = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_LINK_BUSY

@@ -13,9 +13,10 @@ import pytest
 
 from llm_datadist import LLMException, LLMStatusCode
 from tests.support import actors
-from tests.support.pair import AT_ONCE, D_ID, SHM_LATER, SUCCESS, Pair, Shape, of_model
+from tests.support.pair import AT_ONCE, D_ID, SUCCESS, Pair, Shape, of_model
 from tests.support.pool import Spawner
 from tests.support.slow import slow_pair
+from tests.support.which_combos import SHM_LATER
 from tests.support.world import World
 
 ROOT = Path(__file__).resolve().parents[2]

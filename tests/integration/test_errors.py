@@ -13,9 +13,10 @@ import llm_datadist as dd
 from llm_datadist import LLMException, LLMStatusCode
 from tests.support import actors
 from tests.support.memory import FILL
-from tests.support.pair import D_ID, P_ID, TWO, Combo, Pair, Shape, of_model
+from tests.support.pair import D_ID, P_ID, Combo, Pair, Shape, of_model
 from tests.support.peers import Outcome
 from tests.support.pool import Spawner
+from tests.support.which_combos import TWO
 from tests.support.world import World
 
 S = LLMStatusCode

@@ -13,8 +13,9 @@ import llm_datadist as dd
 from llm_datadist import LLMStatusCode
 from tests.support import actors
 from tests.support.memory import pattern
-from tests.support.pair import D_ID, SEED, SHM_LATER, SUCCESS, Pair, Shape, by_id, of_model
+from tests.support.pair import D_ID, SEED, SUCCESS, Pair, Shape, by_id, of_model
 from tests.support.pool import Spawner
+from tests.support.which_combos import SHM_LATER
 from tests.support.world import World
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID

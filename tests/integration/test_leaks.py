@@ -7,9 +7,10 @@ import pytest
 import llm_datadist as dd
 from llm_datadist import LLMException
 from tests.support import actors
-from tests.support.pair import P_ID, SUCCESS, THREE, Pair, of_model
+from tests.support.pair import P_ID, SUCCESS, Pair, of_model
 from tests.support.peers import Peer
 from tests.support.sockets import refusing_address
+from tests.support.which_combos import THREE
 from tests.support.world import World, wait_until
 
 ROUNDS = {"short": (60, 600, 20, 30, 5), "long": (2000, 20_000, 500, 500, 100)}

@@ -18,23 +18,11 @@ from llm_datadist._wire import session
 from tests.support import actors
 from tests.support.links import Engine
 from tests.support.netns import namespace
-from tests.support.pair import (
-    AT_ONCE,
-    D_ID,
-    P_ID,
-    SHM_LATER_IN_A,
-    SUCCESS,
-    TWO,
-    Combo,
-    Pair,
-    Shape,
-    about,
-    make_pair,
-    of_model,
-)
+from tests.support.pair import AT_ONCE, D_ID, P_ID, SUCCESS, Combo, Pair, Shape, about, make_pair, of_model
 from tests.support.pool import Spawner
 from tests.support.raw_links import RawPeer
 from tests.support.sockets import is_closed_by_peer, refusing_address
+from tests.support.which_combos import SHM_LATER_IN_A, TWO
 from tests.support.world import World, wait_until
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED

@@ -9,8 +9,9 @@ import pytest
 import llm_datadist as dd
 from llm_datadist import LLMException, LLMStatusCode
 from tests.support import actors, sockets
-from tests.support.pair import AT_ONCE, D_ID, P_ID, SUCCESS, TWO, Pair, about, of_model
+from tests.support.pair import AT_ONCE, D_ID, P_ID, SUCCESS, Pair, about, of_model
 from tests.support.pool import Spawner
+from tests.support.which_combos import TWO
 from tests.support.world import World, wait_until
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID

@@ -10,8 +10,9 @@ import pytest
 
 from llm_datadist import LLMStatusCode
 from tests.support import actors
-from tests.support.pair import AT_ONCE, D_ID, P_ID, SEED, SHM_LATER, SUCCESS, TWO, Pair, Shape, of_model
+from tests.support.pair import AT_ONCE, D_ID, P_ID, SEED, SUCCESS, Pair, Shape, of_model
 from tests.support.pool import Spawner
+from tests.support.which_combos import SHM_LATER, TWO
 from tests.support.world import World, wait_until
 
 ALREADY = LLMStatusCode.LLM_ALREADY_LINK

@@ -9,21 +9,10 @@ import pytest
 from llm_datadist import LLMStatusCode
 from llm_datadist._core.notices import QUEUE_CAPACITY
 from tests.support import actors, notify_actors
-from tests.support.pair import (
-    AT_ONCE,
-    D_ID,
-    P_ID,
-    SHM_LATER,
-    Combo,
-    Pair,
-    Shape,
-    about,
-    by_id,
-    make_pair,
-    of_model,
-)
+from tests.support.pair import AT_ONCE, D_ID, P_ID, Combo, Pair, Shape, about, by_id, make_pair, of_model
 from tests.support.pool import Spawner
 from tests.support.slow import slow_pair
+from tests.support.which_combos import SHM_LATER
 from tests.support.world import World
 
 FULL = LLMStatusCode.LLM_OUT_OF_MEMORY

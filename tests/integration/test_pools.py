@@ -12,8 +12,9 @@ import pytest
 import llm_datadist as dd
 from llm_datadist import DataType, LLMException, LLMStatusCode, OutOfMemoryError, Placement
 from tests.support import actors, allocated
-from tests.support.pair import D_ID, P_ID, SEED, SUCCESS, THREE, Pair, Shape, of_model
+from tests.support.pair import D_ID, P_ID, SEED, SUCCESS, Pair, Shape, of_model
 from tests.support.pool import Spawner
+from tests.support.which_combos import THREE
 from tests.support.world import World
 
 MIB = 1 << 20

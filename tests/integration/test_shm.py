@@ -20,18 +20,7 @@ from llm_datadist.devices.pool_memory import available_nbytes
 from llm_datadist.transports import shm_memory, shm_owner
 from tests.support import actors, allocated
 from tests.support.memory import FILL, PAGE
-from tests.support.pair import (
-    AT_ONCE,
-    P_ID,
-    SEED,
-    SUCCESS,
-    Combo,
-    Pair,
-    Shape,
-    by_id,
-    make_pair,
-    of_model,
-)
+from tests.support.pair import AT_ONCE, P_ID, SEED, SUCCESS, Combo, Pair, Shape, by_id, make_pair, of_model
 from tests.support.pool import Spawner
 from tests.support.seccomp import peer_without
 from tests.support.world import World, wait_until

@@ -10,9 +10,10 @@ import pytest
 
 from llm_datadist import LLMException, LLMStatusCode
 from tests.support import actors, allocated
-from tests.support.pair import D_ID, SEED, SUCCESS, THREE, Pair, Shape, by_id, by_request, of_model
+from tests.support.pair import D_ID, SEED, SUCCESS, Pair, Shape, by_id, by_request, of_model
 from tests.support.pool import Spawner
 from tests.support.slow import slow_pair
+from tests.support.which_combos import THREE
 from tests.support.world import World
 
 GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST

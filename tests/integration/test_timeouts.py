@@ -15,7 +15,6 @@ from tests.support.pair import (
     D_ID,
     P_ID,
     SUCCESS,
-    TWO,
     Combo,
     Pair,
     Shape,
@@ -27,6 +26,7 @@ from tests.support.pair import (
 from tests.support.pool import Spawner
 from tests.support.slow import SlowPair, slow_pair
 from tests.support.sockets import silent_peer, swallowing_address
+from tests.support.which_combos import TWO
 from tests.support.world import World, wait_until
 
 TIMEOUT = LLMStatusCode.LLM_TIMEOUT

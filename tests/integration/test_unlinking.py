@@ -15,7 +15,8 @@ from llm_datadist._engine import executor, initiator
 from llm_datadist._engine.linking import Linking
 from llm_datadist._link.service import LinkService
 from tests.support.engines import Engines, Layers, unlink
-from tests.support.pair import COMBOS, MODE_A, SUCCESS, TWO_COMBOS, Combo
+from tests.support.pair import COMBOS, MODE_A, SUCCESS, Combo
+from tests.support.which_combos import TWO_COMBOS
 from tests.support.world import wait_until
 
 DOWN = (LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK)
