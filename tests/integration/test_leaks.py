@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 import llm_datadist as dd
@@ -68,6 +70,22 @@ def _work(w: World, address: tuple[str, int], nowhere: tuple[str, int], rounds: 
             refusals += 1
     assert refusals == refused_pulls
     assert actors.unlink(w, [P_ID])[0] == SUCCESS
+
+
+def test_a_finalized_engine_is_small_until_it_is_collected(pair_b: Pair) -> None:
+    """It refers to itself, so it stays until Python looks for cycles of old objects, which may take long."""
+    assert pair_b.p.call(_uncollected, 60) <= 60 * (50 << 10)
+
+
+def _uncollected(w: World, rounds: int) -> int:
+    _cycles(w, 20)
+    gc.collect()
+    gc.disable()
+    before = actors.rss_nbytes(w)
+    _cycles(w, rounds)
+    growth = actors.rss_nbytes(w) - before
+    gc.enable()
+    return growth
 
 
 def _cycles(w: World, rounds: int) -> None:

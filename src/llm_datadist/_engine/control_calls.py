@@ -6,6 +6,8 @@ or the control thread that reads its question, would else wait for the GIL once 
 
 from __future__ import annotations
 
+import threading
+
 from llm_datadist.transports._sockets import NOW_NBYTES, Buffer, receive_now, send_now
 
 
@@ -15,7 +17,7 @@ class ControlCalls:
     nbytes = NOW_NBYTES
 
     def __init__(self) -> None:
-        self._buffer = Buffer(NOW_NBYTES)
+        self._own = threading.local()  # goes with the thread: a finalized engine is garbage for a while
 
     def send(self, fd: int, data: bytes) -> int:
         """See ``SocketCalls``."""
@@ -23,5 +25,9 @@ class ControlCalls:
 
     def receive(self, fd: int) -> bytes | None:
         """See ``SocketCalls``."""
-        nbytes = receive_now(fd, self._buffer)
-        return None if nbytes < 0 else bytes(self._buffer.view[:nbytes])
+        try:
+            buffer: Buffer = self._own.buffer
+        except AttributeError:
+            buffer = self._own.buffer = Buffer(NOW_NBYTES)
+        nbytes = receive_now(fd, buffer)
+        return None if nbytes < 0 else bytes(buffer.view[:nbytes])

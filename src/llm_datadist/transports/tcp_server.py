@@ -37,7 +37,6 @@ class TcpServer:
         self._lock = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
         self._connections: dict[int, ServedConnection] = {}
-        self._scratch = Buffer(_RECEIVE_NBYTES)
         self._thread: threading.Thread | None = None
         self._epoll: select.epoll | None = None
         self._wake_fd = -1
@@ -97,18 +96,19 @@ class TcpServer:
     # ---- the serving thread --------------------------------------------------------------------------
 
     def _run(self, epoll: select.epoll) -> None:
+        scratch = Buffer(_RECEIVE_NBYTES)  # goes with the thread: a finalized engine is garbage for a while
         try:
             while not self._stopping:
-                self._round(epoll, epoll.poll())
+                self._round(epoll, scratch, epoll.poll())
         finally:
             self._shut(epoll)
 
-    def _round(self, epoll: select.epoll, events: list[tuple[int, int]]) -> None:
+    def _round(self, epoll: select.epoll, scratch: Buffer, events: list[tuple[int, int]]) -> None:
         posted = False
         for fd, event in events:
             connection = self._connections.get(fd)
             if connection is not None:
-                self._step(epoll, connection, event)
+                self._step(epoll, scratch, connection, event)
             elif fd == self._wake_fd:
                 posted = True
         if posted:  # last: a command may close a connection and add one with the same descriptor
@@ -154,7 +154,7 @@ class TcpServer:
         del self._connections[connection.fd]
         connection.close()  # closing takes it out of the epoll set
 
-    def _step(self, epoll: select.epoll, connection: ServedConnection, events: int) -> None:
+    def _step(self, epoll: select.epoll, scratch: Buffer, connection: ServedConnection, events: int) -> None:
         """One turn of one connection; whatever it raises ends this connection and no other."""
         if events & _GONE:  # readers never half-close: nobody is left to answer
             self._close(connection)
@@ -163,9 +163,9 @@ class TcpServer:
             if connection.busy:
                 connection.turn()
             else:
-                count = receive_now(connection.fd, self._scratch)
+                count = receive_now(connection.fd, scratch)
                 if count > 0:
-                    connection.feed(self._scratch.view[:count])
+                    connection.feed(scratch.view[:count])
                 elif count == 0:
                     self._close(connection)
                     return

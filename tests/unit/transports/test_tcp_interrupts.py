@@ -18,6 +18,7 @@ from llm_datadist._core.segments import Extents, Segments
 from llm_datadist.testing.owner import Memory
 from llm_datadist.testing.stream_owner import encode_extents, first_frame
 from llm_datadist.transports import tcp_channel
+from llm_datadist.transports._sockets import Buffer
 from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint
 from llm_datadist.transports.tcp import TcpTransport
 from llm_datadist.transports.tcp_frames import encode_request
@@ -204,9 +205,9 @@ def test_an_idle_server_sleeps(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Non
     rounds: list[int] = []
     one_round = rig.owner._server._round
 
-    def count(epoll: select.epoll, events: list[tuple[int, int]]) -> None:
+    def count(epoll: select.epoll, scratch: Buffer, events: list[tuple[int, int]]) -> None:
         rounds.append(len(events))
-        one_round(epoll, events)
+        one_round(epoll, scratch, events)
 
     monkeypatch.setattr(rig.owner._server, "_round", count)
     assert rig.read(extents_of(source), extents_of(destination)).fault is None
