@@ -7,6 +7,8 @@ leaves here as Stale or MoveError; the callers turn that into status codes.
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 
 from llm_datadist._core.layout import CacheSlice
@@ -69,7 +71,7 @@ def move(peer: Peer, wanted: Wanted, destination: Extents, deadline: float, flig
         flight: A cut of it ends the call.
 
     Raises:
-        Stale: A word has changed.
+        Stale: A word has changed, in time.
         MoveError: Anything else that stopped it.
         ParamInvalidError: None of the link's transports reaches that memory.
         LLMException: What the flight was cut off with.
@@ -79,6 +81,11 @@ def move(peer: Peer, wanted: Wanted, destination: Extents, deadline: float, flig
     flight.reads = wanted.cache.cache_id  # before a look at the word: its owner clears it, then asks
     try:
         _move(peer, wanted, destination, deadline, flight)
+    except Stale as exc:
+        if time.monotonic() < deadline:
+            raise
+        # A lease ends with the time of its pull: what ends for want of time is not called withdrawn.
+        raise MoveError(Fault(FaultKind.TIMEOUT, str(exc)), 0) from exc
     finally:
         flight.reads = 0
 

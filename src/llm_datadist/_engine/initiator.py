@@ -6,6 +6,7 @@ returned or raised, nothing of it writes any more.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -252,7 +253,8 @@ class _Pull(msgspec.Struct, frozen=True):
         return key.batch_index if isinstance(key, CacheKeyByIdAndIndex) else bound
 
     def _time_left_ms(self) -> int:
-        return max(1, int((self.deadline - time.monotonic()) * 1000))
+        # Rounded up: the lease must not end before our time does.
+        return max(1, math.ceil((self.deadline - time.monotonic()) * 1000))
 
     # ---- planning and moving ------------------------------------------------------------------------------
 

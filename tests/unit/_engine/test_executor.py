@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ from llm_datadist._core.layout import CacheSlice, Layout
 from llm_datadist._core.registry import GenerationWord
 from llm_datadist._core.remote_table import RemoteCache
 from llm_datadist._core.segments import Extents, Segments
+from llm_datadist._engine import executor
 from llm_datadist._engine.executor import MoveError, Stale, Wanted, move
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.state import Peer
@@ -22,7 +25,7 @@ from llm_datadist.status import CacheNotExistError, LLMStatusCode
 from llm_datadist.transports.seam import Completion, Fault, FaultKind, Progress, TransportCaps
 from tests.support.streams import addresses_of
 
-DEADLINE = 1234.5
+DEADLINE = time.monotonic() + 3600
 LINK: Any = object()
 NO_PLAN: Any = None  # a word is read
 CACHE = RemoteCache(3, Layout(1, 1, 16), True, GenerationWord(8, 9), np.zeros(1, dtype=np.uint64))
@@ -186,6 +189,28 @@ def test_an_owner_that_refuses_for_a_missing_cache_is_stale(partial: int, begun:
     with pytest.raises(Stale) as caught:
         rig.move()
     assert caught.value.begun == begun
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_what_is_withdrawn_when_the_time_is_over_is_a_time_out(
+    monkeypatch: pytest.MonkeyPatch, one_sided: bool
+) -> None:
+    """A lease ends with the time of its pull, and a busy reader may hear of that first."""
+    if one_sided:
+        rig = Rig()
+        rig.slab[0] += 1
+    else:
+        rig = Rig(failing(FaultKind.REFUSED, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST), one_sided=False)
+    monkeypatch.setattr(executor, "time", SimpleNamespace(monotonic=lambda: DEADLINE))
+    with pytest.raises(MoveError) as caught:
+        rig.move()
+    assert caught.value.fault.kind is FaultKind.TIMEOUT
+    monkeypatch.setattr(executor, "time", SimpleNamespace(monotonic=lambda: DEADLINE - 0.001))
+    rig.channel.steps = (
+        [] if one_sided else [failing(FaultKind.REFUSED, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)]
+    )
+    with pytest.raises(Stale):
+        rig.move()
 
 
 def test_without_addresses_the_owner_checks_the_words() -> None:
