@@ -2,7 +2,8 @@
 
 Strategy: source addresses are moved into the mapping once, per tensor; then runs are copied one by one
 where they are long, as units where they are not (``shm_copy``), and by the kernel where neither helps: odd
-sizes, or a busy interpreter.
+sizes, or a busy interpreter. Of long runs one thread copies one after the other, and the kernel for the
+other threads: two would wait for each other's GIL, run by run.
 Invariant: a copy in user space writes only where this process may write: into areas of its own, or where
 its table of mappings shows anonymous memory. Anywhere else, files included (cut short they are SIGBUS), the
 kernel copies, for which a bad address is an answer; where it may not (seccomp), the destination is refused.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 
 import numpy as np
 
@@ -25,9 +27,9 @@ from llm_datadist.transports.shm_areas import Areas, Box
 from llm_datadist.transports.shm_memory import PeerMemory
 
 # Measured: the copy of a unit passes through a buffer, that of a run costs a call, and between threads a wait
-# for the GIL; they are even at about 20 KiB alone and 60 KiB together.
-_LONG_RUN_ALONE_NBYTES = 24 << 10
-_LONG_RUN_TOGETHER_NBYTES = 64 << 10
+# for the GIL; they are even at about 20 KiB, and at 60 KiB where several threads must copy in this way.
+_LONG_RUN_NBYTES = 24 << 10
+_LONG_RUN_WITHOUT_KERNEL_NBYTES = 64 << 10
 _PATIENT_NBYTES = 4 << 20
 _BATCH_RUNS = 4096
 # Reading the table of mappings takes as long as the faster way saves on this much.
@@ -45,7 +47,9 @@ class ShmRead(OneSidedRead):
         plan: What to read.
     """
 
-    __slots__ = ("_by_kernel", "_from", "_in_kernel", "_memory", "_own", "_patient", "_to", "_unit")
+    __slots__ = (
+        "_by_kernel", "_from", "_in_kernel", "_memory", "_own", "_patient", "_to", "_unit", "_walking",
+    )  # fmt: skip
 
     def __init__(
         self, memory: PeerMemory, own: Areas, by_kernel: bool, movers: Movers, plan: Segments
@@ -56,6 +60,7 @@ class ShmRead(OneSidedRead):
         self._by_kernel = by_kernel
         self._in_kernel = False  # all the rest goes that way
         self._unit = 0  # bytes of a unit; 0: runs as they are
+        self._walking = threading.Lock()  # held by the one thread that copies long runs
         self._patient = False  # in user space, however busy the interpreter
         self._from: shm_copy.Units
         self._to: shm_copy.Units
@@ -99,8 +104,8 @@ class ShmRead(OneSidedRead):
         if self._own.shifts_of(destination, box) is None and not self._may_write(nbytes, box):
             return
         runs = max(len(source.bases) * len(source.offsets), len(destination.bases) * len(destination.offsets))
-        together = self._moves_together(nbytes)
-        if nbytes >= runs * (_LONG_RUN_TOGETHER_NBYTES if together else _LONG_RUN_ALONE_NBYTES):
+        crowded = not self._by_kernel and self._moves_together(nbytes)
+        if nbytes >= runs * (_LONG_RUN_WITHOUT_KERNEL_NBYTES if crowded else _LONG_RUN_NBYTES):
             return
         unit = shm_copy.unit_nbytes((source, from_box), (destination, box))
         if unit < shm_copy.MIN_UNIT_NBYTES or source.row_nbytes > unit * shm_copy.MAX_ROW_UNITS:
@@ -138,7 +143,17 @@ class ShmRead(OneSidedRead):
         while at < stop and not self._must_stop():
             if self._in_kernel:
                 return self._move_by_kernel(os.getpid(), at, stop)
-            at += self._copy_units(at, stop) if self._unit else self._copy_runs(at, stop)
+            if self._unit:
+                at += self._copy_units(at, stop)
+            elif not self._by_kernel:
+                at += self._copy_runs(at, stop)
+            elif self._walking.acquire(blocking=False):
+                try:
+                    at += self._copy_runs(at, stop)
+                finally:
+                    self._walking.release()
+            else:
+                return self._move_by_kernel(os.getpid(), at, stop)
         return at
 
     def _copy_units(self, at: int, stop: int) -> int:

@@ -174,12 +174,35 @@ def test_sizes_choose_the_way_between_pools(alone: Rig, ways: list[str], size: i
 
 
 @pytest.mark.parametrize(("size", "way"), [(32 << 10, "units"), (64 << 10, "runs")])
-def test_sizes_choose_the_way_of_several_threads(ways: list[str], size: int, way: str) -> None:
+def test_sizes_choose_the_way_of_threads_without_the_kernel(ways: list[str], size: int, way: str) -> None:
     """Each call is a wait for the GIL, which the other threads have."""
-    with closing(Rig(3, True)) as rig:
+    with closing(Rig(3, False)) as rig:
         ways.clear()
         rig.check(*scattered(size, 200), tensors=1, stride=400 * size)
     assert set(ways) == {way}
+
+
+def test_long_runs_go_by_one_thread_and_the_kernel(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that copy run by run would wait for each other's GIL."""
+    walking, others = threading.Lock(), threading.Event()
+    copy_runs, read_pairs = shm_copy.copy_runs, _libc.read_pairs
+
+    def one(*args: Any) -> int:
+        assert walking.acquire(blocking=False), "two at once"
+        assert others.wait(10), "nobody else copies meanwhile"
+        done = copy_runs(*args)
+        walking.release()
+        return done
+
+    def another(*args: Any) -> int:
+        others.set()
+        return read_pairs(*args)
+
+    monkeypatch.setattr(shm_copy, "copy_runs", one)
+    monkeypatch.setattr(_libc, "read_pairs", another)
+    with closing(Rig(3, True)) as rig:
+        rig.check(*scattered(32 << 10, 400), tensors=1, stride=800 * (32 << 10))
+    assert set(ways) == {"runs", "kernel"}
 
 
 @pytest.mark.parametrize(
