@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 
 import llm_datadist as dd
@@ -11,6 +12,7 @@ from llm_datadist import LLMException
 from tests.support import actors
 from tests.support.pair import P_ID, SUCCESS, Pair, of_model
 from tests.support.peers import Peer
+from tests.support.pool import Spawner
 from tests.support.sockets import refusing_address
 from tests.support.which_combos import THREE
 from tests.support.world import World, wait_until
@@ -72,20 +74,40 @@ def _work(w: World, address: tuple[str, int], nowhere: tuple[str, int], rounds: 
     assert actors.unlink(w, [P_ID])[0] == SUCCESS
 
 
-def test_a_finalized_engine_is_small_until_it_is_collected(pair_b: Pair) -> None:
-    """It refers to itself, so it stays until Python looks for cycles of old objects, which may take long."""
-    assert pair_b.p.call(_uncollected, 60) <= 60 * (50 << 10)
+@pytest.mark.parametrize(("used", "nbytes"), [(False, 50 << 10), (True, 100 << 10)], ids=["new", "used"])
+def test_finalized_engines_are_small_until_they_are_collected(
+    spawn: Spawner, used: bool, nbytes: int
+) -> None:
+    """They refer to themselves, so they stay until Python looks for cycles of old objects, which may take long."""
+    assert spawn().call(_uncollected, 40, used) <= 40 * nbytes
 
 
-def _uncollected(w: World, rounds: int) -> int:
-    _cycles(w, 20)
+def _uncollected(w: World, rounds: int, used: bool) -> int:
+    turn = _pull_once if used else _cycles
+    turn(w, 20)
     gc.collect()
     gc.disable()
     before = actors.rss_nbytes(w)
-    _cycles(w, rounds)
+    turn(w, rounds)
     growth = actors.rss_nbytes(w) - before
     gc.enable()
     return growth
+
+
+def _pull_once(w: World, rounds: int) -> None:
+    """Two engines, and a block from one to the other over tcp."""
+    desc, memory = dd.CacheDesc(1, [4, 64], dd.DataType.DT_INT8), np.arange(512, dtype=np.uint8)
+    for _ in range(rounds):
+        owner, reader = (dd.LLMDataDist(dd.LLMRole.MIX, i) for i in (P_ID, 70))
+        owner.init(actors.options("B", "tcp", "127.0.0.1:0", AllowMultipleInstances="1"))
+        reader.init(actors.options("B", "tcp", AllowMultipleInstances="1"))
+        at = int(memory.ctypes.data)
+        owner.cache_manager.register_blocks_cache(desc, [at], dd.BlocksCacheKey(P_ID))
+        cache = reader.cache_manager.register_blocks_cache(desc, [at + 256])
+        assert reader.link_clusters([actors.cluster(P_ID, owner.listen_address)], 3000)[0] == SUCCESS
+        reader.cache_manager.pull_blocks(dd.BlocksCacheKey(P_ID), cache, [1], [2])
+        reader.finalize()
+        owner.finalize()
 
 
 def _cycles(w: World, rounds: int) -> None:

@@ -16,7 +16,7 @@ from llm_datadist._core.layout import CacheSlice, Layout
 from llm_datadist._core.registry import GenerationWord
 from llm_datadist._core.remote_table import RemoteCache
 from llm_datadist._core.segments import Extents, Segments
-from llm_datadist._engine import executor
+from llm_datadist._engine import executor, initiator
 from llm_datadist._engine.executor import MoveError, Stale, Wanted, move
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.state import Peer
@@ -211,6 +211,15 @@ def test_what_is_withdrawn_when_the_time_is_over_is_a_time_out(
     )
     with pytest.raises(Stale):
         rig.move()
+
+
+@pytest.mark.parametrize(("left_s", "asked_ms"), [(0.050, 50), (0.0501, 51), (0.0001, 1), (-1.0, 1)])
+def test_a_lease_is_asked_for_until_the_end_of_the_call_at_least(
+    monkeypatch: pytest.MonkeyPatch, left_s: float, asked_ms: int
+) -> None:
+    monkeypatch.setattr(initiator, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    pull: Any = SimpleNamespace(deadline=left_s)
+    assert initiator._Pull._time_left_ms(pull) == asked_ms
 
 
 def test_without_addresses_the_owner_checks_the_words() -> None:
