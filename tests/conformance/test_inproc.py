@@ -12,6 +12,7 @@ from llm_datadist.testing.one_sided import OneSidedConformance
 from llm_datadist.testing.owner import Memory
 from llm_datadist.transports.inproc import Hub, InprocTransport
 from llm_datadist.transports.seam import PeerEndpoint, TransportUnavailable
+from tests.support.local_pair import PROOF
 
 
 class InprocPair(Memory):
@@ -21,7 +22,7 @@ class InprocPair(Memory):
         super().__init__()
         hub = Hub()
         self._owner = InprocTransport(hub)
-        self.channel = InprocTransport(hub).open(_endpoint(self._owner.endpoint()), deadline=0)
+        self.channel = InprocTransport(hub).open(_endpoint(self._owner.endpoint(PROOF)), deadline=0)
 
     def source(self, extents: Extents) -> Extents:
         return extents
@@ -37,7 +38,7 @@ class InprocPair(Memory):
 
 
 def _endpoint(blob: bytes) -> PeerEndpoint:
-    return PeerEndpoint(1, blob, b"", None, lambda count: None)
+    return PeerEndpoint(1, blob, b"", None, lambda count: None, PROOF)
 
 
 @pytest.fixture(scope="module")
@@ -63,4 +64,4 @@ def test_unknown_or_closed_peer_is_unavailable() -> None:
         reader.open(_endpoint(b"someone"), deadline=0)
     owner.close()
     with pytest.raises(TransportUnavailable, match="not in the same process"):
-        reader.open(_endpoint(owner.endpoint()), deadline=0)
+        reader.open(_endpoint(owner.endpoint(PROOF)), deadline=0)

@@ -14,12 +14,13 @@ import pytest
 
 from llm_datadist._link.seam import Address
 from llm_datadist._wire.framing import Decoder, encode
-from llm_datadist._wire.messages import PROTOCOL_VERSION, Confirm, Hello, Identity, Welcome
+from llm_datadist._wire.messages import Confirm, Identity, Welcome
 from llm_datadist.status import LLMStatusCode
 from tests.support.links import Engine
+from tests.support.raw_links import hello
 
 ME = Identity(cluster_id=9, instance=b"r" * 16, role=1, accessible=False)
-HELLO = b"".join(bytes(chunk) for chunk in encode(Hello(version=PROTOCOL_VERSION, target_id=1, identity=ME)))
+HELLO = b"".join(bytes(chunk) for chunk in encode(hello(1, ME)))
 CONFIRM = b"".join(bytes(chunk) for chunk in encode(Confirm(reads_by=("x",))))
 
 CRAFTED = {

@@ -8,20 +8,20 @@ import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from llm_datadist._link.link import Link
 from llm_datadist._link.seam import Address, Target, Unusable
 from llm_datadist._wire.messages import (
     PROTOCOL_VERSION,
-    Hello,
     Message,
     Refused,
     Welcome,
 )
 from llm_datadist.status import LLMException, LLMStatusCode
 from tests.support.links import Engine
-from tests.support.raw_links import RawPeer, identity, listening_socket, swallowing_address
+from tests.support.raw_links import RawPeer, hello, identity, listening_socket, swallowing_address
 
 OK = LLMStatusCode.LLM_SUCCESS
 ALREADY = LLMStatusCode.LLM_ALREADY_LINK
@@ -48,12 +48,12 @@ def test_both_sides_are_up_when_dial_returns(pair: tuple[Engine, Engine]) -> Non
         assert a.service.dial([b.target], 2) == [OK]
         mine, theirs = link_of(a, 2), link_of(b, 1)
         assert (mine.state, theirs.state) == ("up", "up")
-        assert mine.token == theirs.token and len(mine.token) == 16
+        assert mine.token == theirs.token and len(mine.token) == 32
         assert (mine.dialled, theirs.dialled) == (True, False)
         assert mine.dialled_address == b.address and theirs.dialled_address is None
         assert mine.reads_by == theirs.peer_reads_by == ("by-auto",)
         assert mine.context == mine.token
-        assert mine.identity.endpoints == {"x": b"y"}
+        assert not a.notes.shown and not b.notes.shown, "hidden when both are up"
         a.service.drop(mine, "next round", tell=True)
         assert b.notes.wait_for(lambda: b.service.links() == [])
     assert len(a.notes.ups) == len(b.notes.ups) == 20
@@ -145,7 +145,7 @@ def test_l4_an_answer_with_another_id_is_refused_by_the_dialler() -> None:
         def answer() -> None:
             with RawPeer(sock=sock.accept()[0]) as peer:
                 peer.hear()
-                peer.say(Welcome(identity=identity(7), link_token=b"t" * 16, reads_by=("x",)))
+                peer.say(Welcome(identity=identity(7), seed=b"t" * 16, challenge=b"c" * 16))
                 heard.append(peer.hear())
 
         heard: list[Message | None] = []
@@ -168,7 +168,7 @@ def test_sides_that_differ_in_mode_are_refused() -> None:
 @pytest.mark.rule("4.28")
 def test_versions_without_overlap_are_refused() -> None:
     with Engine(1) as a, RawPeer(a.address) as peer:
-        peer.say(Hello(version=PROTOCOL_VERSION + 1, target_id=1, identity=identity()))
+        peer.say(msgspec.structs.replace(hello(1, identity()), version=PROTOCOL_VERSION + 1))
         refused = peer.hear()
         assert isinstance(refused, Refused) and refused.code == FAILED
         assert str(PROTOCOL_VERSION) in refused.text and str(PROTOCOL_VERSION + 1) in refused.text

@@ -52,9 +52,12 @@ def _replace(giver: Any, make: Callable[[int], int]) -> None:
 
 
 @forces("the peer refused: {}")
-@forces("the secret that this process shows is not the owner's: its endpoint is out of date")
-def old_secret(stage: Stage) -> str:
-    return _pull_fails(lambda giver: setattr(giver, "_secret", b"x" * 16))
+@forces(
+    "what this process shows is not the proof of a handshake that is under way here: the link is another process's, "
+    "or it was shown before"
+)
+def another_handshake(stage: Stage) -> str:
+    return _pull_fails(lambda giver: setattr(giver, "expect", lambda proof: None))
 
 
 @forces("the owner of the memory has {} readers, which is the most")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from llm_datadist import FeatureNotEnabledError, LLMStatusCode
 from llm_datadist._link.seam import Address
+from llm_datadist.transports.seam import NOT_THIS_CONNECTION
 from tests.support import actors, allocated, netns
 from tests.support.engines import Engines
 from tests.support.pair import D_ID, P_ID, SUCCESS
@@ -18,7 +18,9 @@ from tests.support.peers import Peer
 from tests.support.raw_owner import (
     LOCAL_NAME,
     SHM_NAME,
+    Endpoint,
     local_endpoint,
+    local_name,
     raw_owner,
     shm_endpoint,
     unix_listener,
@@ -153,7 +155,7 @@ def told_of(engines: Engines, me: Any, address: Address, cluster_id: int = 9) ->
     return str(me.link_error(cluster_id))
 
 
-def offered(endpoints: dict[str, bytes], backend: str = "auto", mine: str = "auto") -> str:
+def offered(endpoints: dict[str, Endpoint], backend: str = "auto", mine: str = "auto") -> str:
     with raw_owner(endpoints, backend=backend) as address, Engines("B", mine) as engines:
         return told_of(engines, engines.make(2), address)
 
@@ -173,11 +175,12 @@ def wrong(name: str, blob: bytes) -> Force:
 
 _LOCAL, _SHM = (f"the peer's endpoint of transport {name} is not valid: " for name in ("local", "shm"))
 forces(_LOCAL + "{}")(wrong("local", b"\xc1"))
-forces(_LOCAL + "name or nonce")(wrong("local", local_endpoint(b"elsewhere")))
-forces(_LOCAL + "name or nonce")(wrong("local", local_endpoint(nonce=b"short")))
+forces(_LOCAL + "name, page, slot or proof")(wrong("local", local_endpoint(b"elsewhere")))
+forces(_LOCAL + "name, page, slot or proof")(wrong("local", local_endpoint(page=8192)))
+forces(_LOCAL + "name, page, slot or proof")(wrong("local", local_endpoint(proof=b"short")))
 forces(_SHM + "{}")(wrong("shm", b"\xc1"))
-forces(_SHM + "name or secret")(wrong("shm", shm_endpoint(LOCAL_NAME)))
-forces(_SHM + "name or secret")(wrong("shm", shm_endpoint(secret=b"short")))
+forces(_SHM + "name or proof")(wrong("shm", shm_endpoint(LOCAL_NAME)))
+forces(_SHM + "name or proof")(wrong("shm", shm_endpoint(proof=b"short")))
 _AREAS = [((4096, 8192), (8192, 4096)), ((4096, 0),), ((2**64 - 4096, 4096),)]
 for _areas in _AREAS:
     forces(_SHM + "areas overlap, or are beyond 2**64")(wrong("shm", shm_endpoint(areas=_areas)))
@@ -197,34 +200,28 @@ def unknown_wish(stage: Stage) -> str:
 
 @forces("the peer's queue of local connections is full; try again")
 def full_queue(stage: Stage) -> str:
-    with unix_listener(LOCAL_NAME, full=True) as name:
-        return offered({"local": local_endpoint(name), "tcp": b""})
+    with unix_listener(local_name(), full=True) as name:
+        return offered({"local": lambda proof: local_endpoint(name, proof=proof), "tcp": b""})
 
 
-@forces("process {} is not, or no longer, the one of the handshake")
+@forces("process {} is not, or no longer, the other end of this connection")
 def another_process(stage: Stage) -> str:
-    memory = np.zeros(16, np.uint8)
-    with unix_listener(LOCAL_NAME) as name:
-        return offered({"local": local_endpoint(name, memory.ctypes.data), "tcp": b""})
+    page = np.zeros(32, np.uint8).ctypes.data
+    with unix_listener(local_name(page)) as name:
+        return offered({"local": lambda proof: local_endpoint(name, page, proof), "tcp": b""})
 
 
-@forces("the link to cluster {} is open already")
-def token_used_twice(stage: Stage) -> str:
-    token = os.urandom(16)
-    with (
-        raw_owner({"tcp": b""}, 8, token=token) as first,
-        raw_owner({"tcp": b""}, 9, token=token) as second,
-        Engines("B", "tcp") as engines,
-    ):
-        me = engines.make(2)
-        assert "tcp: chosen" in told_of(engines, me, first, 8)
-        return told_of(engines, me, second)
+@forces(NOT_THIS_CONNECTION)
+def another_connection(stage: Stage) -> str:
+    told = offered({"local": local_endpoint(), "shm": shm_endpoint(), "tcp": b""})
+    assert told.count("this very connection") == 2
+    return told
 
 
 # ---- simulated: what happens within microseconds of a finalize ---------------------------------------------------
 
 
-def _closed(name: str, blob: bytes) -> str:
+def _closed(name: str, blob: Endpoint) -> str:
     with raw_owner({name: blob}) as address, Engines("B", name) as engines:
         me = engines.make(2)
         assert me._engine is not None
@@ -234,15 +231,21 @@ def _closed(name: str, blob: bytes) -> str:
 
 @forces("transport local of this process is closed")
 def closed_local(stage: Stage) -> str:
-    memory = np.full(16, 110, np.uint8)
-    with unix_listener(LOCAL_NAME) as name:
-        return _closed("local", local_endpoint(name, memory.ctypes.data, memory.tobytes()))
+    memory = np.zeros(32, np.uint8)
+    page = memory.ctypes.data
+
+    def show(proof: bytes) -> bytes:
+        memory[:] = np.frombuffer(proof, np.uint8)
+        return local_endpoint(name, page, proof)
+
+    with unix_listener(local_name(page)) as name:
+        return _closed("local", show)
 
 
 @forces("transport shm of this process is closed")
 def closed_shm(stage: Stage) -> str:
     with unix_listener(SHM_NAME, kind=socket.SOCK_SEQPACKET) as name:
-        return _closed("shm", shm_endpoint(name))
+        return _closed("shm", lambda proof: shm_endpoint(name, proof))
 
 
 @forces("transport tcp of this process is closed")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from llm_datadist._engine.control_calls import ControlCalls
 from llm_datadist._link.link import Link
-from llm_datadist._link.seam import Address, Prepared, SocketCalls, Target, Unusable
+from llm_datadist._link.seam import Address, Prepared, Showing, SocketCalls, Target, Unusable
 from llm_datadist._link.service import LinkService, LinkSettings
 from llm_datadist._wire.framing import Frame
 from llm_datadist._wire.messages import DataHello, Done, Identity, Unlink
@@ -28,13 +28,28 @@ class Notes:
         self.discarded = 0
         self.asks: list[Callable[[int], None]] = []
         self.addresses: list[Address | None] = []
+        self.shown: list[bytes] = []
+        self.looked_for: list[bytes] = []
         self.refuse: Unusable | None = None
         self.answers = True
         self.first_words: Callable[[Link], None] = lambda link: None
 
+    def show(self, proof: bytes) -> dict[str, bytes]:
+        self.shown.append(proof)
+        return {"x": b"y"}
+
+    def hide(self, proof: bytes) -> None:
+        self.shown.remove(proof)
+
     def prepare(
-        self, peer: Identity, link_token: bytes, address: Address | None, ask: Callable[[int], None]
+        self,
+        peer: Identity,
+        showing: Showing,
+        link_token: bytes,
+        address: Address | None,
+        ask: Callable[[int], None],
     ) -> Prepared | Unusable:
+        self.looked_for.append(showing.proof)
         if self.refuse is not None:
             return self.refuse
         self.prepared += 1
@@ -101,7 +116,7 @@ class Engine:
             listen=None if listen is None else Address(listen, port),
         )
         self.service = LinkService(
-            settings, os.urandom(16), {"x": b"y"}, self.notes, lambda: os.urandom(16), calls or ControlCalls()
+            settings, os.urandom(16), self.notes, lambda: os.urandom(16), calls or ControlCalls()
         )
         self.service.start()
 

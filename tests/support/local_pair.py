@@ -18,6 +18,8 @@ from llm_datadist.transports.local import LocalChannel, LocalTransport
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import PeerEndpoint
 
+PROOF = b"proof of this very connection..."
+
 
 class Loop:
     """A control thread: what the engine's loop does for the transport."""
@@ -68,7 +70,7 @@ def transport(movers: Movers, loop: Loop | None = None, *, allow_ptrace: bool = 
 
 
 def endpoint(blob: bytes) -> PeerEndpoint:
-    return PeerEndpoint(1, blob, b"", None, nothing)
+    return PeerEndpoint(1, blob, b"", None, nothing, PROOF)
 
 
 class LocalOwner(OwnerProcess):
@@ -101,7 +103,7 @@ class LocalPair(LocalOwner):
 
 def _main() -> None:
     owned = transport(Movers(0), Loop())
-    serve({"endpoint": lambda: base64.b64encode(owned.endpoint()).decode()})
+    serve({"endpoint": lambda: base64.b64encode(owned.endpoint(PROOF)).decode()})
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from llm_datadist.transports import _nixl
 from llm_datadist.transports.nixl import NixlTransport
 from llm_datadist.transports.nixl_channel import NixlChannel
 from llm_datadist.transports.seam import PeerEndpoint, Region, TransportUnavailable
+from tests.support.local_pair import PROOF
 
 OPEN_S = 30.0
 SLAB_NBYTES = 4096
@@ -43,7 +44,7 @@ def transport(linger_s: float = 0.3) -> NixlTransport:
 
 
 def endpoint(blob: bytes) -> PeerEndpoint:
-    return PeerEndpoint(1, blob, b"", None, lambda count: None)
+    return PeerEndpoint(1, blob, b"", None, lambda count: None, PROOF)
 
 
 def region(*bases: int, nbytes: int) -> Region:
@@ -143,7 +144,7 @@ def _main() -> None:
     owner = transport()
     memory = OwnerMemory(owner)
     handlers: dict[str, Callable[..., Any]] = {
-        "endpoint": lambda: base64.b64encode(owner.endpoint()).decode(),
+        "endpoint": lambda: base64.b64encode(owner.endpoint(PROOF)).decode(),
         "write": lambda address, data: memory.write(address, bytes.fromhex(data)),
     }
     for name in ("allocate", "map_sparse", "unmap", "tokens", "register", "unregister", "beyond"):

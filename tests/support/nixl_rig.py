@@ -13,6 +13,7 @@ from llm_datadist.transports.nixl import NixlTransport
 from llm_datadist.transports.nixl_channel import NixlChannel
 from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint, Progress, Region
 from tests.support.fake_nixl import World, buffer
+from tests.support.local_pair import PROOF
 
 SIZE = 4096
 
@@ -41,7 +42,7 @@ class Rig:
         assert not self.world.living
 
     def open(self) -> NixlChannel:
-        return self.reader.open(endpoint(self.owner.endpoint()), deadline=time.monotonic() + 10)
+        return self.reader.open(endpoint(self.owner.endpoint(PROOF)), deadline=time.monotonic() + 10)
 
     def tell(self, *bases: int, nbytes: int) -> bytes:
         token = self.owner.register(region(*bases, nbytes=nbytes))
@@ -68,7 +69,7 @@ def region(*bases: int, nbytes: int, memory: str = "host") -> Region:
 
 
 def endpoint(blob: bytes) -> PeerEndpoint:
-    return PeerEndpoint(1, blob, b"", None, lambda count: None)
+    return PeerEndpoint(1, blob, b"", None, lambda count: None, PROOF)
 
 
 def kind_of(answer: Progress | int | Fault) -> FaultKind:

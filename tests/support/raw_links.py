@@ -37,8 +37,7 @@ class RawPeer:
         return self._frames.pop(0)
 
     def link(self, target_id: int, cluster_id: int = 9, instance: bytes = b"r" * 16, **options: int) -> None:
-        me = identity(cluster_id, instance, **options)
-        self.say(Hello(version=PROTOCOL_VERSION, target_id=target_id, identity=me))
+        self.say(hello(target_id, identity(cluster_id, instance, **options)))
         assert isinstance(self.hear(), Welcome)
         self.say(Confirm(reads_by=("x",)))
         self.hear()
@@ -48,6 +47,13 @@ class RawPeer:
 
     def __exit__(self, *exc: object) -> None:
         self.sock.close()
+
+
+CHALLENGE = b"c" * 16
+
+
+def hello(target_id: int, me: Identity, challenge: bytes = CHALLENGE) -> Hello:
+    return Hello(version=PROTOCOL_VERSION, target_id=target_id, identity=me, challenge=challenge)
 
 
 def identity(cluster_id: int = 9, instance: bytes = b"r" * 16, **options: int) -> Identity:

@@ -6,24 +6,32 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
+from llm_datadist._link.connection import ends_of
 from llm_datadist._link.seam import Address
 from llm_datadist._wire.messages import Confirm, Established, Hello, Identity, Ping, Pong, Welcome
+from llm_datadist._wire.proofs import proof_of
+from llm_datadist.transports.local import _prefix
 from tests.support.raw_links import RawPeer, listening_socket
 
 LOCAL_NAME = b"\0llm-datadist/"
 SHM_NAME = b"\0llm-datadist-shm/"
+SALT = b"s" * 16
+OTHER_PROOF = b"p" * 32
+Endpoint = bytes | Callable[[bytes], bytes]  # as it is, or made of the proof that the peer looks for
 
 
 class _Answering(threading.Thread):
-    def __init__(self, listener: socket.socket, identity: Identity, token: bytes) -> None:
+    def __init__(
+        self, listener: socket.socket, identity: Identity, endpoints: Mapping[str, Endpoint]
+    ) -> None:
         super().__init__(name="raw-owner", daemon=True)
         self._listener = listener
         self._identity = identity
-        self._token = token
+        self._endpoints = endpoints
 
     def run(self) -> None:
         with contextlib.suppress(OSError):
@@ -31,20 +39,28 @@ class _Answering(threading.Thread):
             with RawPeer(sock=sock) as peer:
                 while (message := peer.hear()) is not None:
                     match message:
-                        case Hello():
-                            welcome = Welcome(
-                                identity=self._identity, link_token=self._token, reads_by=("tcp",)
+                        case Hello(challenge=challenge):
+                            proof = proof_of(challenge, ends_of(sock))
+                            told = {
+                                n: e if isinstance(e, bytes) else e(proof) for n, e in self._endpoints.items()
+                            }
+                            peer.say(
+                                Welcome(
+                                    identity=self._identity,
+                                    seed=os.urandom(16),
+                                    challenge=os.urandom(16),
+                                    endpoints=told,
+                                )
                             )
-                            peer.say(welcome)
                         case Confirm():
-                            peer.say(Established())
+                            peer.say(Established(reads_by=("tcp",)))
                         case Ping():
                             peer.say(Pong(id=message.id))
 
 
 @contextlib.contextmanager
 def raw_owner(
-    endpoints: Mapping[str, bytes], cluster_id: int = 9, backend: str = "auto", token: bytes | None = None
+    endpoints: Mapping[str, Endpoint], cluster_id: int = 9, backend: str = "auto"
 ) -> Iterator[Address]:
     """Where it can be dialled, in mode B; it ends with the link or the block."""
     identity = Identity(
@@ -53,25 +69,31 @@ def raw_owner(
         role=1,
         accessible=True,
         backend=backend,
-        endpoints=dict(endpoints),
     )
     with listening_socket() as (listener, address):
-        answering = _Answering(listener, identity, token or os.urandom(16))
+        answering = _Answering(listener, identity, endpoints)
         answering.start()
         yield address
     answering.join(5)
 
 
-def local_endpoint(name: bytes = LOCAL_NAME + b"nobody", address: int = 0, nonce: bytes = b"n" * 16) -> bytes:
-    return msgspec.msgpack.encode({"name": name, "nonce_address": address, "nonce": nonce})
+def local_name(page: int = 4096) -> bytes:
+    """How the name of a process begins that has its proofs there."""
+    return _prefix(SALT, page)
+
+
+def local_endpoint(
+    name: bytes = local_name() + b"nobody", page: int = 4096, proof: bytes = OTHER_PROOF
+) -> bytes:
+    return msgspec.msgpack.encode({"name": name, "salt": SALT, "page": page, "slot": 0, "proof": proof})
 
 
 def shm_endpoint(
     name: bytes = SHM_NAME + b"nobody",
-    secret: bytes = b"s" * 16,
+    proof: bytes = OTHER_PROOF,
     areas: tuple[tuple[int, int], ...] = ((4096, 4096),),
 ) -> bytes:
-    return msgspec.msgpack.encode({"name": name, "secret": secret, "areas": areas})
+    return msgspec.msgpack.encode({"name": name, "proof": proof, "areas": areas})
 
 
 @contextlib.contextmanager

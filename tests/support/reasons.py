@@ -22,12 +22,13 @@ MAKERS = {
     "_core/selection.py": ("choose", "_NOT_OFFERED"),
     "devices/shared_memory.py": ("seal",),
     "devices/slab.py": ("_map",),
+    "transports/seam.py": ("NOT_THIS_CONNECTION",),
     "transports/local.py": ("_refusal",),
     "transports/shm_owner.py": ("welcome", "_answer", "whose_refusal"),
     "transports/shm_memory.py": ("__init__", "_receive", "_map", "_unsafe"),
 }
 # What a transport may raise without saying it there; each is made in one of the above.
-PASSED_ON = {"refusal", "memory.reason", "_refusal(peer.pid, -got)"}
+PASSED_ON = {"NOT_THIS_CONNECTION", "refusal", "memory.reason", "_refusal(peer.pid, -got)"}
 _NO_REFUSAL = (": chosen", ": {}")  # the lines that selection makes of a reason
 
 

@@ -26,7 +26,7 @@ from llm_datadist.transports import shm_read
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import PeerEndpoint
 from llm_datadist.transports.shm import ShmChannel, ShmTransport
-from tests.support.local_pair import Loop, nothing
+from tests.support.local_pair import PROOF, Loop, nothing
 from tests.support.memory import PAGE
 from tests.support.world import wait_until
 
@@ -141,7 +141,7 @@ def transport(
 
 
 def endpoint(blob: bytes) -> PeerEndpoint:
-    return PeerEndpoint(1, blob, b"", None, nothing)
+    return PeerEndpoint(1, blob, b"", None, nothing, PROOF)
 
 
 class ShmOwner(OwnerProcess):
@@ -200,7 +200,7 @@ def _main() -> None:
     owned = transport(memory.areas, loop=Loop())
     serve(
         {
-            "endpoint": lambda: base64.b64encode(owned.endpoint()).decode(),
+            "endpoint": lambda: base64.b64encode(owned.endpoint(PROOF)).decode(),
             "allocate": memory.allocate,
             "map_sparse": memory.map_sparse,
             "write": lambda address, data: memory.write(address, bytes.fromhex(data)),

@@ -161,7 +161,7 @@ class World:
         for side in self.nodes:
             side.open.add(self._next)
         target = self.other(node).me.cluster_id
-        hello = Hello(version=PROTOCOL_VERSION, target_id=target, identity=node.me)
+        hello = Hello(version=PROTOCOL_VERSION, target_id=target, identity=node.me, challenge=b"")
         self.send(node, self._next, "hello", hello)
         return self._next
 

@@ -93,7 +93,6 @@ class Engine:
             LLMException: LLM_FAILED, the listener cannot bind.
         """
         state, options = self._state, self._options
-        endpoints: dict[str, bytes] = {}
         handler = Handler(
             state,
             self._transports,
@@ -118,14 +117,13 @@ class Engine:
         state.links = LinkService(
             settings,
             self._instance,
-            endpoints,
             handler,
             lambda: secrets.token_bytes(_TOKEN_NBYTES),
             ControlCalls(),
         )
         try:
             state.pools.open()
-            endpoints.update(self._transports.open())
+            self._transports.open()
             state.links.start()
         except BaseException:
             self._close_parts("init failed")

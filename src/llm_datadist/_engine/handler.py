@@ -20,7 +20,7 @@ from llm_datadist._engine.responder import Responder
 from llm_datadist._engine.state import Peer, State, describe, peer_of
 from llm_datadist._engine.transport_set import TransportSet
 from llm_datadist._link.link import Link
-from llm_datadist._link.seam import Address, DataSocket, Prepared, Unusable
+from llm_datadist._link.seam import Address, DataSocket, Prepared, Showing, Unusable
 from llm_datadist._logs import get_logger
 from llm_datadist._wire.framing import Frame, ProtocolError
 from llm_datadist._wire.messages import (
@@ -76,9 +76,18 @@ class Handler:
 
     # ---- handshake ----------------------------------------------------------------------------------------
 
+    def show(self, proof: bytes) -> dict[str, bytes]:
+        """How this peer can read us."""
+        return self._transports.show(proof)
+
+    def hide(self, proof: bytes) -> None:
+        """It has looked."""
+        self._transports.hide(proof)
+
     def prepare(
         self,
         peer: Identity,
+        showing: Showing,
         link_token: bytes,
         address: Address | None,
         ask_for_connections: Callable[[int], None],
@@ -88,10 +97,16 @@ class Handler:
 
         def endpoint(name: str) -> PeerEndpoint:
             return PeerEndpoint(
-                peer.cluster_id, peer.endpoints[name], link_token, dialled, ask_for_connections
+                peer.cluster_id,
+                showing.endpoints[name],
+                link_token,
+                dialled,
+                ask_for_connections,
+                showing.proof,
             )
 
-        choice, context = Probing(self._transports, self._state.options.backend, peer, endpoint).run()
+        backend = self._state.options.backend
+        choice, context = Probing(self._transports, backend, peer, showing.endpoints, endpoint).run()
         if context is None:
             reasons = "; ".join(choice.reasons)
             text = f"no transport reads cluster {peer.cluster_id} from cluster {self._state.cluster_id}: {reasons}"

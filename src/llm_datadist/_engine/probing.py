@@ -6,7 +6,7 @@ Runs on the control thread: ``Transport.open`` must not wait for the peer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
@@ -32,12 +32,14 @@ class Probing:
         transports: Of the engine.
         backend: The transport that it forces, or "auto".
         peer: The other side, as it has introduced itself.
+        offered: Its endpoints by transport name.
         endpoint: Makes what a transport needs to know of it.
     """
 
     transports: TransportSet
     backend: str
     peer: Identity
+    offered: Mapping[str, bytes]
     endpoint: Callable[[str], PeerEndpoint]
     _ways: list[Way] = field(default_factory=list)
     _refusals: dict[str, str] = field(default_factory=dict)
@@ -68,7 +70,7 @@ class Probing:
         for name in candidates(tuple(opened), self.backend, self.peer.backend):
             if name == self.transports.stream.name:
                 return
-            if name not in self.peer.endpoints:
+            if name not in self.offered:
                 continue
             try:
                 channel = opened[name].open(self.endpoint(name), deadline=_soon())
@@ -82,7 +84,7 @@ class Probing:
     def _open_stream(self) -> StreamChannel | None:
         """Whatever we read the peer by: rights are per direction, and it may need connections where we do not."""
         stream = self.transports.stream
-        if stream.name not in self.transports.opened or stream.name not in self.peer.endpoints:
+        if stream.name not in self.transports.opened or stream.name not in self.offered:
             return None
         try:
             return stream.open(self.endpoint(stream.name), deadline=_soon())
@@ -94,7 +96,7 @@ class Probing:
         missing = self.transports.missing
         return choose(
             (*self.transports.opened, *missing),
-            self.peer.endpoints,
+            self.offered,
             self.backend,
             self.peer.backend,
             {**missing, **self._refusals},
@@ -103,7 +105,7 @@ class Probing:
 
     def _open_words(self) -> WordChannel | None:
         """Where bytes are read by the kernel, words are read faster in a mapping, if the peer gives us one."""
-        if self.transports.words is None or WORDS not in self.peer.endpoints:
+        if self.transports.words is None or WORDS not in self.offered:
             return None
         if not self._ways or not self._ways[-1].caps.same_host_only:
             return None

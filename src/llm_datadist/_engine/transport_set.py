@@ -8,6 +8,7 @@ import numpy as np
 
 from llm_datadist._core.selection import AUTO
 from llm_datadist._engine.state import State
+from llm_datadist._logs import get_logger
 from llm_datadist._wire.framing import encode
 from llm_datadist._wire.messages import PROTOCOL_VERSION, DataHello
 from llm_datadist.devices.shared_memory import NotSharable
@@ -19,6 +20,7 @@ from llm_datadist.transports.seam import ReadSource, Transport, TransportCaps, T
 from llm_datadist.transports.shm import ShmTransport
 from llm_datadist.transports.tcp import TcpTransport
 
+_LOG = get_logger("llm_datadist.link")
 _TRANSPORTS: tuple[type[Transport], ...] = (ShmTransport, LocalTransport, NixlTransport, TcpTransport)
 WORDS = "words"  # an endpoint beside those of the transports: where words alone are shared by ``shm``
 CAPS: dict[str, TransportCaps] = {kind.name: kind.caps for kind in _TRANSPORTS}
@@ -42,8 +44,8 @@ class TransportSet:
         self.words: ShmTransport | None = None
         self.stream = TcpTransport(source, _first_data_frame, state.options.tcp_connections)
 
-    def open(self) -> dict[str, bytes]:
-        """Opens those that may be chosen; returns what peers are told, by name.
+    def open(self) -> None:
+        """Opens those that may be chosen.
 
         Raises:
             FeatureNotEnabledError: The one that is forced is not to be had here.
@@ -64,10 +66,24 @@ class TransportSet:
                 f"llm.TransferBackend (LLMConfig.transfer_backend) is {backend!r}, which is not to be had here: "
                 f"{self.missing[backend]}; use 'auto' for what there is"
             )
-        endpoints = {
-            name: transport.endpoint() for name, transport in self.opened.items() if self._offers(name)
-        }
-        return endpoints | ({WORDS: self.words.endpoint()} if self.words else {})
+
+    def show(self, proof: bytes) -> dict[str, bytes]:
+        """What one peer is told, by name; it finds ``proof`` there until ``hide``."""
+        offered: dict[str, Transport] = {n: t for n, t in self.opened.items() if self._offers(n)}
+        if self.words is not None:
+            offered[WORDS] = self.words
+        endpoints = {}
+        for name, transport in offered.items():
+            try:
+                endpoints[name] = transport.endpoint(proof)
+            except TransportUnavailable as exc:
+                _LOG.info("transport %s is not offered to a peer: %s", name, exc)
+        return endpoints
+
+    def hide(self, proof: bytes) -> None:
+        """The handshake is over."""
+        for transport in self._all():
+            transport.hide(proof)
 
     def close(self) -> None:
         """Ends all of them. Idempotent."""
@@ -123,6 +139,7 @@ class TransportSet:
         state.regions.register(np.array([address], dtype=np.uint64), nbytes)
         for placement, (address, nbytes) in state.pools.bounds.items():
             state.regions.add_pool(placement, address, nbytes)
+        transport.offer()
 
 
 def _first_data_frame(link_token: bytes, dialler_reads: bool) -> bytes:

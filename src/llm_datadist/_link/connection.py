@@ -25,6 +25,7 @@ from llm_datadist._link.loop import ControlLoop, TimerHandle
 from llm_datadist._link.seam import Address, SocketCalls
 from llm_datadist._logs import get_logger
 from llm_datadist._wire.framing import Buffer
+from llm_datadist._wire.proofs import Ends, end_of
 from llm_datadist._wire.session import Closed, ConfirmIn, Event, HelloIn, Session, State, WelcomeIn
 
 OUTBOX_LIMIT = 256 << 20  # a peer that lets so much pile up does not read; four frames of the largest size
@@ -36,6 +37,15 @@ CHUNKS_PER_CALL = 256  # under IOV_MAX (1024)
 
 _log = get_logger("llm_datadist.link")
 _ASKS_US = (HelloIn, WelcomeIn, ConfirmIn)  # events that need a decision of ours
+
+
+def ends_of(sock: socket.socket) -> Ends:
+    """Of a connection.
+
+    Raises:
+        OSError: It has gone.
+    """
+    return Ends(end_of(sock.getsockname()), end_of(sock.getpeername()))
 
 
 class ConnectionOwner(Protocol):
@@ -55,6 +65,7 @@ class Connection:
         number: Its name in the table.
         session: The protocol.
         link: Once it is up.
+        ends: Of the TCP connection, as seen from here.
         peer_address: Text, for people.
         dialled_address: What was dialled, numeric; None if we were.
         ticket: Of the dial it was made for; None if we were dialled.
@@ -70,6 +81,7 @@ class Connection:
         owner: ConnectionOwner,
         mark_dirty: Callable[[Connection], None],
         *,
+        ends: Ends,
         peer_address: str,
         dialled_address: Address | None = None,
         ticket: int | None = None,
@@ -77,6 +89,7 @@ class Connection:
         self.number = number
         self.session = session
         self.link: Link | None = None
+        self.ends = ends
         self.peer_address = peer_address
         self.dialled_address = dialled_address
         self.ticket = ticket

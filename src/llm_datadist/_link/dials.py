@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llm_datadist._link import table as t
-from llm_datadist._link.connection import Connection
+from llm_datadist._link.connection import Connection, ends_of
 from llm_datadist._link.dialer import Connector, numeric
 from llm_datadist._link.link import Link
 from llm_datadist._link.loop import ControlLoop, TimerHandle
 from llm_datadist._link.seam import Address, Target
 from llm_datadist._logs import get_logger
+from llm_datadist._wire.proofs import Ends
 from llm_datadist.status import LLMStatusCode
 
 _log = get_logger("llm_datadist.link")
@@ -56,7 +57,7 @@ class Dials:
         loop: ControlLoop,
         table: t.LinkTable,
         apply: Callable[[Sequence[t.Action]], None],
-        open_connection: Callable[[socket.socket, Address, int, Dial], Connection],
+        open_connection: Callable[[socket.socket, Address, Ends, int, Dial], Connection],
         link_of: Callable[[int], Link | None],
     ) -> None:
         self._loop = loop
@@ -137,12 +138,12 @@ class Dials:
             self.failed(ticket, reason)
             return
         try:
-            address = numeric(sock.getpeername())
+            address, ends = numeric(sock.getpeername()), ends_of(sock)
         except OSError as error:
             sock.close()
             self.failed(ticket, str(error.strerror or error))
             return
-        dial.conn = self._open_connection(sock, address, ticket, dial)
+        dial.conn = self._open_connection(sock, address, ends, ticket, dial)
 
     def failed(self, ticket: int, reason: str) -> None:
         """An attempt came to nothing."""

@@ -9,38 +9,30 @@ connection that it was about. Only ``link_of`` and ``links`` are for other threa
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from llm_datadist._link import table as t
-from llm_datadist._link.connection import Connection
+from llm_datadist._link.connection import Connection, ends_of
 from llm_datadist._link.dials import Dial, Dials
+from llm_datadist._link.handshakes import Handshakes
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._link.loop import ControlLoop
-from llm_datadist._link.seam import Address, LinkHandler, Prepared, SocketCalls, Unusable
+from llm_datadist._link.seam import Address, LinkHandler, SocketCalls, Unusable
 from llm_datadist._logs import get_logger
 from llm_datadist._wire import messages as m
 from llm_datadist._wire import session as s
-from llm_datadist.status import LLMStatusCode, code_of
+from llm_datadist._wire.proofs import Ends
+from llm_datadist.status import code_of
 
 PROBE_S = 1.0  # how long an old link may take to answer before it counts as gone
 PROBE_SHARE = 3  # and at most this part of the time that a dial has left
 
 _log = get_logger("llm_datadist.link")
-
-
-@dataclass(slots=True)
-class _Handshake:
-    prepared: Prepared
-    token: bytes
-    wanted: _Wanted
-    peer_reads_by: tuple[str, ...] = ()
 
 
 class LinkDriver:
@@ -58,11 +50,10 @@ class LinkDriver:
         self.mine = mine
         self._calls = calls
         self._handler = handler
-        self._random_token = random_token
         self._loop = loop
         self._table = t.LinkTable(mine, retry_count)
         self._conns: dict[int, Connection] = {}
-        self._handshakes: dict[int, _Handshake] = {}
+        self._handshakes = Handshakes(handler, random_token, loop)
         self.dials = Dials(loop, self._table, self._apply, self._open_dialled, self.link_of)
         self._next_conn = 0
         self._work: deque[t.Action] = deque()
@@ -86,27 +77,43 @@ class LinkDriver:
 
     def accept(self, sock: socket.socket, peer_address: str) -> None:
         """A connection came in."""
-        self._open(sock, s.Session(self.mine, time.monotonic()), peer_address)
+        try:
+            ends = ends_of(sock)
+        except OSError:  # it has gone again
+            sock.close()
+            return
+        self._open(sock, ends, s.Session(self.mine, time.monotonic()), peer_address)
 
-    def _open_dialled(self, sock: socket.socket, address: Address, ticket: int, dial: Dial) -> Connection:
-        hello = m.Hello(version=m.PROTOCOL_VERSION, target_id=dial.target.cluster_id, identity=self.mine)
+    def _open_dialled(
+        self, sock: socket.socket, address: Address, ends: Ends, ticket: int, dial: Dial
+    ) -> Connection:
+        hello = m.Hello(
+            version=m.PROTOCOL_VERSION,
+            target_id=dial.target.cluster_id,
+            identity=self.mine,
+            challenge=self._handshakes.new_challenge(),
+        )
         session = s.Session(self.mine, time.monotonic(), hello=hello, handshake_ends_at=dial.deadline)
-        return self._open(sock, session, str(address), address, ticket)
+        return self._open(sock, ends, session, str(address), address, ticket, hello.challenge)
 
     def _open(
         self,
         sock: socket.socket,
+        ends: Ends,
         session: s.Session,
         peer_address: str,
         dialled_address: Address | None = None,
         ticket: int | None = None,
+        challenge: bytes = b"",
     ) -> Connection:
         self._next_conn += 1
         conn = Connection(
             self._next_conn, self._loop, sock, self._calls, session, self, self._dirty.append,
-            peer_address=peer_address, dialled_address=dialled_address, ticket=ticket,
+            ends=ends, peer_address=peer_address, dialled_address=dialled_address, ticket=ticket,
         )  # fmt: skip
         self._conns[conn.number] = conn
+        if challenge:
+            self._handshakes.dial(conn, challenge)
         conn.open()
         return conn
 
@@ -160,16 +167,19 @@ class LinkDriver:
     def _on_handshake(self, conn: Connection, event: s.Event) -> None:
         match event:
             case s.HelloIn(hello):
-                self._apply(self._table.hello(conn.number, hello))
+                self._handshakes.answer(conn, hello)
+                self._apply(
+                    self._table.hello(conn.number, hello, from_here=self._is_from_here(conn, hello.identity))
+                )
             case s.DataIn(hello, leftover):
                 self._hand_over(conn, hello, leftover)
             case s.WelcomeIn(welcome):
                 self._on_welcome(conn, welcome)
             case s.ConfirmIn(confirm):
-                self._handshakes[conn.number].peer_reads_by = confirm.reads_by
-                self._commit(conn, lambda: self._table.confirmed(conn.number))
-            case s.EstablishedIn() if conn.ticket is not None and conn.session.peer is not None:
+                self._commit(conn, lambda: self._on_confirm(conn, confirm))
+            case s.EstablishedIn(established) if conn.ticket is not None and conn.session.peer is not None:
                 ticket, peer = conn.ticket, conn.session.peer
+                self._handshakes.established(conn, established)
                 self._commit(conn, lambda: self._table.established(ticket, conn.number, peer))
             case s.RefusedIn(refused):
                 self._on_refused(conn, refused)
@@ -193,16 +203,28 @@ class LinkDriver:
         ticket = conn.ticket
         if ticket is None:
             return
-        wrong = self._table.check_welcome(ticket, welcome.identity)
+        wrong = self._table.check_welcome(
+            ticket, welcome.identity, from_here=self._is_from_here(conn, welcome.identity)
+        )
         if wrong is None:
-            result = self._prepare(conn, welcome.link_token)
-            if isinstance(result, Prepared):
-                self._handshakes[conn.number].peer_reads_by = welcome.reads_by
+            result = self._handshakes.welcomed(conn, welcome)
+            if not isinstance(result, Unusable):
                 self._apply(self._table.welcomed(ticket, conn.number))
                 return
             wrong = code_of(result.code), result.text
         self._refuse(conn, t.Refuse(conn.number, *wrong))
         self._apply(self._table.refused(ticket, *wrong, ""))
+
+    def _on_confirm(self, conn: Connection, confirm: m.Confirm) -> Sequence[t.Action]:
+        result = self._handshakes.confirmed(conn, confirm)
+        if isinstance(result, Unusable):
+            return [t.Refuse(conn.number, code_of(result.code), result.text)]
+        return self._table.confirmed(conn.number)
+
+    def _is_from_here(self, conn: Connection, said: m.Identity) -> bool:
+        """Whether the other end of a connection, which says so, is one of ours as well."""
+        ends = conn.ends.mirrored()
+        return said.instance == self.mine.instance and any(c.ends == ends for c in self._conns.values())
 
     def _on_refused(self, conn: Connection, refused: m.Refused) -> None:
         text = refused.text[: s.TEXT_LIMIT]
@@ -216,14 +238,12 @@ class LinkDriver:
     def on_closed(self, conn: Connection, reason: str, *, error: bool) -> None:
         """See ``connection.ConnectionOwner``."""
         self._conns.pop(conn.number, None)
-        handshake = self._handshakes.pop(conn.number, None)
+        self._handshakes.drop(conn)
         if error and (conn.ticket is None or conn.link is not None):  # else the dial's failure says it
             _log.warning("closed the connection of %s: it broke the protocol: %s", conn.peer_address, reason)
         self._table.closed(conn.number)
         if conn.link is not None:
             self._take_down(conn.link, reason)
-        elif handshake is not None:
-            self._guard("discard", functools.partial(self._handler.discard, handshake.prepared))
         if conn.link is None and conn.ticket is not None:
             self.dials.failed(conn.ticket, f"{conn.peer_address}: {reason}")
 
@@ -264,9 +284,10 @@ class LinkDriver:
     ) -> None:
         match action:
             case t.Accept():
-                self._accept(conn)
+                self._handshakes.welcome(conn)
+                conn.say()
             case t.Confirm():
-                conn.session.confirm(self._handshakes[conn.number].prepared.reads_by)
+                self._handshakes.confirm(conn)
                 conn.say()
             case t.Establish(_, hidden):
                 self._establish(conn, hidden)
@@ -293,46 +314,23 @@ class LinkDriver:
             lambda ended: self._apply(self._table.probe_done(action.probe, ended.answered))
         )
 
-    def _accept(self, conn: Connection) -> None:
-        token = self._random_token()
-        result = self._prepare(conn, token)
-        if isinstance(result, Prepared):
-            conn.session.welcome(token, result.reads_by)
-            conn.say()
-        else:
-            self._refuse(conn, t.Refuse(conn.number, code_of(result.code), result.text))
-
-    def _prepare(self, conn: Connection, token: bytes) -> Prepared | Unusable:
-        peer = conn.session.peer
-        if peer is None:
-            return Unusable(LLMStatusCode.LLM_FAILED, "no identity")
-        wanted = _Wanted(self._loop, conn)
-        try:
-            result = self._handler.prepare(peer, token, conn.dialled_address, wanted.ask)
-        except Exception as error:
-            _log.exception("the link with cluster %d cannot be prepared", peer.cluster_id)
-            return Unusable(LLMStatusCode.LLM_FAILED, f"an internal error: {type(error).__name__}")
-        if isinstance(result, Prepared):
-            self._handshakes[conn.number] = _Handshake(result, token, wanted)
-        return result
-
     def _establish(self, conn: Connection, hidden: bool) -> None:
-        handshake, peer = self._handshakes.pop(conn.number), conn.session.peer
-        if peer is None:
+        shake, peer = self._handshakes.take(conn), conn.session.peer
+        if peer is None or shake.prepared is None or shake.wanted is None:
             return
         if conn.dialled_address is None:
-            conn.session.establish(time.monotonic())
+            conn.session.establish(time.monotonic(), shake.prepared.reads_by)
         conn.cork()
         link = conn.link = Link(
             conn,
             peer,
-            handshake.token,
+            shake.secret,
             address=conn.peer_address,
             dialled_address=conn.dialled_address,
             is_self=peer.instance == self.mine.instance,
-            reads_by=handshake.prepared.reads_by,
-            peer_reads_by=handshake.peer_reads_by,
-            context=handshake.prepared.context,
+            reads_by=shake.prepared.reads_by,
+            peer_reads_by=shake.peer_reads_by,
+            context=shake.prepared.context,
             since=time.time(),
         )
         if not self._guard("on_up", functools.partial(self._handler.on_up, link)):
@@ -344,7 +342,7 @@ class LinkDriver:
             self.dials.errors.pop(link.cluster_id, None)
             told = f", which listens at {peer.listens_at[:300]!r}," if peer.listens_at else ""
             _log.info("link to cluster %d at %s%s is up", link.cluster_id, link.address, told)
-        handshake.wanted.link_is_up(link)
+        shake.wanted.link_is_up(link)
         conn.uncork()
 
     def _refuse(self, conn: Connection, refusal: t.Refuse) -> None:
@@ -361,34 +359,3 @@ class LinkDriver:
             _log.exception("%s of the engine failed", what)
             return False
         return True
-
-
-class _Wanted:
-    """Passes on a transport's wish for connections; one made before the link is up waits for that."""
-
-    def __init__(self, loop: ControlLoop, conn: Connection) -> None:
-        self._loop = loop
-        self._conn = conn
-        self._count = 0
-
-    def ask(self, count: int) -> None:
-        """Any thread."""
-        if self._conn.link is None:
-            self._loop.call_soon(lambda: self._add(count))
-        else:
-            self._send(self._conn.link, count)
-
-    def link_is_up(self, link: Link) -> None:
-        """Control thread."""
-        count, self._count = self._count, 0
-        if count:
-            self._send(link, count)
-
-    def _add(self, count: int) -> None:
-        self._count += count
-        if self._conn.link is not None:
-            self.link_is_up(self._conn.link)
-
-    def _send(self, link: Link, count: int) -> None:
-        with contextlib.suppress(LinkLost):
-            link.send(m.NeedConnections(count=count))

@@ -6,7 +6,7 @@ Thread rule: every method of ``LinkHandler`` is called on the control thread and
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -36,6 +36,19 @@ class Target:
 
     cluster_id: int
     address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Showing:
+    """How a peer says that it can be read.
+
+    Attributes:
+        endpoints: Transport name -> what its side of that transport gave for this connection.
+        proof: What must be found there; see ``_wire.proofs``.
+    """
+
+    endpoints: Mapping[str, bytes]
+    proof: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +103,16 @@ class SocketCalls(Protocol):
 class LinkHandler(Protocol):
     """What the engine does for the control plane."""
 
+    def show(self, proof: bytes) -> dict[str, bytes]:
+        """Puts ``proof`` where only this process can; the endpoints for the peer that must find it there."""
+
+    def hide(self, proof: bytes) -> None:
+        """Nobody looks for that proof any more (exactly once per ``show``)."""
+
     def prepare(
         self,
         peer: Identity,
+        showing: Showing,
         link_token: bytes,
         address: Address | None,
         ask_for_connections: Callable[[int], None],

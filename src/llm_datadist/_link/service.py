@@ -61,9 +61,8 @@ class LinkService:
     Args:
         settings: What the options say.
         instance: 16 random bytes of this engine's life.
-        endpoints: Transport name -> its ``endpoint()``, for the handshake.
         handler: The engine.
-        random_token: Gives a fresh link token (8 to 64 random bytes).
+        random_token: Gives 16 to 64 random bytes.
         calls: How connections send and receive.
     """
 
@@ -71,7 +70,6 @@ class LinkService:
         self,
         settings: LinkSettings,
         instance: bytes,
-        endpoints: dict[str, bytes],
         handler: LinkHandler,
         random_token: Callable[[], bytes],
         calls: SocketCalls,
@@ -86,7 +84,6 @@ class LinkService:
             backend=settings.backend,
             heartbeat_ms=settings.heartbeat_ms,
             link_timeout_ms=settings.link_timeout_ms,
-            endpoints=endpoints,
         )
         self._loop = ControlLoop(f"llm-datadist-control-{settings.cluster_id}")
         self._driver = LinkDriver(identity, settings.retry_count, handler, random_token, self._loop, calls)

@@ -189,14 +189,19 @@ class LinkTable:
         dial = self._dials.get(ticket)
         return [] if dial is None else self._begin(dial, self._peers[dial.cluster_id])
 
-    def check_welcome(self, ticket: int, peer: Identity) -> tuple[LLMStatusCode, str] | None:
-        """Why the cluster that answered is not the one that was dialled; None if it is."""
+    def check_welcome(
+        self, ticket: int, peer: Identity, *, from_here: bool = False
+    ) -> tuple[LLMStatusCode, str] | None:
+        """Why the cluster that answered is not the one that was dialled; None if it is.
+
+        ``from_here``: the other end of the connection is one of ours.
+        """
         dial = self._dials.get(ticket)
         if dial is None:
             return _FAILED, "the dial was given up"
         if peer.cluster_id != dial.cluster_id:
             return _FAILED, f"cluster {dial.cluster_id} was dialled but cluster {peer.cluster_id} answers"
-        return self._mismatch(peer)
+        return self._mismatch(peer, from_here)
 
     def welcomed(self, ticket: int, conn: int) -> list[Action]:
         """The dialler has checked and prepared everything: its commit point.
@@ -258,10 +263,10 @@ class LinkTable:
 
     # ---- being dialled -------------------------------------------------------------------------------
 
-    def hello(self, conn: int, hello: Hello) -> list[Action]:
-        """A peer dials us."""
+    def hello(self, conn: int, hello: Hello, *, from_here: bool = False) -> list[Action]:
+        """A peer dials us. ``from_here`` as in ``check_welcome``."""
         peer_id = hello.identity
-        wrong = self._check_hello(hello)
+        wrong = self._check_hello(hello, from_here)
         if wrong is not None:
             return [Refuse(conn, *wrong)]
         is_self = peer_id.cluster_id == self._mine.cluster_id
@@ -271,7 +276,7 @@ class LinkTable:
             return [Accept(conn)]
         return [self._probe(peer.link, None, conn)]
 
-    def _check_hello(self, hello: Hello) -> tuple[LLMStatusCode, str] | None:
+    def _check_hello(self, hello: Hello, from_here: bool) -> tuple[LLMStatusCode, str] | None:
         if hello.version != PROTOCOL_VERSION:
             return _FAILED, f"the dialler speaks protocol {hello.version}, this side {PROTOCOL_VERSION}"
         if hello.target_id != self._mine.cluster_id:
@@ -279,11 +284,17 @@ class LinkTable:
                 f"cluster {hello.target_id} was dialled but this is cluster {self._mine.cluster_id}: "
                 "check the remote cluster id and its address"
             )
-        return self._mismatch(hello.identity)
+        return self._mismatch(hello.identity, from_here)
 
-    def _mismatch(self, peer: Identity) -> tuple[LLMStatusCode, str] | None:
-        if peer.cluster_id == self._mine.cluster_id and peer.instance != self._mine.instance:
+    def _mismatch(self, peer: Identity, from_here: bool) -> tuple[LLMStatusCode, str] | None:
+        mine = self._mine
+        if peer.cluster_id == mine.cluster_id and peer.instance != mine.instance:
             return _FAILED, f"two processes have cluster id {peer.cluster_id}: cluster ids must be unique"
+        if peer.instance == mine.instance and not (from_here and peer.cluster_id == mine.cluster_id):
+            return _FAILED, (
+                f"the peer says that it is this very process, cluster {mine.cluster_id}, but the other end of its "
+                "connection is not here"
+            )
         if peer.accessible != self._mine.accessible:
             return LLMStatusCode.LLM_PARAM_INVALID, (
                 "enable_remote_cache_accessible must be equal on both sides: "

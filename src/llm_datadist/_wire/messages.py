@@ -20,13 +20,12 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", kw_only=True):
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a peer is and how it can be read.
+    """Who a peer is.
 
     Attributes:
         instance: 16 random bytes per init: tells a restarted process from the same one.
         accessible: Mode B (True) or mode A.
         backend: Transport that it forces, or "auto".
-        endpoints: Transport name -> its ``endpoint()`` bytes.
         listens_at: Text: where it says that it can be dialled (llm.AdvertiseIp); "": as it was dialled.
     """
 
@@ -37,34 +36,46 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = "auto"
     heartbeat_ms: int = 1000
     link_timeout_ms: int = 30000
-    endpoints: dict[str, bytes] = {}
     listens_at: str = ""
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """First frame of the dialling side."""
+    """First frame of the dialling side. ``challenge``: random, for this one connection; see ``proofs``."""
 
     version: int
     target_id: int
     identity: Identity
+    challenge: bytes
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """The dialled side accepts. ``reads_by``: the transports with which it will read the dialler."""
+    """The dialled side accepts.
+
+    Attributes:
+        seed: Random; the secret of the link is made of it and of both challenges.
+        endpoints: Transport name -> its ``endpoint()`` bytes, for this one connection.
+    """
 
     identity: Identity
-    link_token: bytes
-    reads_by: tuple[str, ...]
+    seed: bytes
+    challenge: bytes
+    endpoints: dict[str, bytes] = {}
 
 
 class Confirm(Message, frozen=True, kw_only=True):
-    """The dialler has probed as well."""
+    """The dialler has probed. ``reads_by``: the transports with which it will read the dialled side.
+
+    ``endpoints`` as in Welcome.
+    """
 
     reads_by: tuple[str, ...]
+    endpoints: dict[str, bytes] = {}
 
 
 class Established(Message, frozen=True, kw_only=True):
-    """The dialled side counts the link as up."""
+    """The dialled side has probed as well, and counts the link as up."""
+
+    reads_by: tuple[str, ...]
 
 
 class Refused(Message, frozen=True, kw_only=True):

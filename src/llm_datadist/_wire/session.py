@@ -1,7 +1,8 @@
 """The protocol of one connection as a transition table. Pure: bytes in, events and bytes out.
 
-Dialler: Hello -> Welcome -> (prepare) -> Confirm -> Established -> up. Acceptor: the mirror, or DataHello,
-after which the connection is no longer ours. Either side may end a handshake with Refused. A pair (state,
+Dialler: Hello -> Welcome -> (prepare) -> Confirm -> Established -> up. Acceptor: the mirror, where it prepares
+after Confirm, or DataHello, after which the connection is no longer ours. Either side may end a handshake
+with Refused. A pair (state,
 message) that is not in ``TRANSITIONS`` is a protocol error, also a frame that does not decode.
 An authentication step goes between Welcome and Confirm: one message pair, two states.
 Invariants: time is an argument; after ``Closed`` nothing more comes out. Control thread only.
@@ -16,13 +17,14 @@ from typing import Any, TypeAlias
 
 from llm_datadist._wire import messages as m
 from llm_datadist._wire.framing import FRAME_LIMIT, Buffer, Decoder, Frame, ProtocolError, encode
+from llm_datadist._wire.proofs import CHALLENGE_NBYTES
 
 HANDSHAKE_TIMEOUT_S = 10.0  # contract §4: a connection that has not finished its handshake by then is dropped
 MISSED_HEARTBEATS = 3  # one may be late, two are unlikely, three are silence
 MAX_INTERVAL_MS = 2**31 - 1  # the option's own range: int32 ms; a peer cannot keep a dead link for longer
 INSTANCE_NBYTES = 16
 TEXT_LIMIT = 1000  # of a peer's text that reaches logs and exceptions
-TOKEN_NBYTES = (8, 64)  # what a link token may be: long enough not to be guessed, bounded
+SEED_NBYTES = (8, 64)  # of a link's secret: long enough not to be guessed, bounded
 
 
 class State(Enum):
@@ -72,6 +74,8 @@ class ConfirmIn:
 @dataclass(frozen=True, slots=True)
 class EstablishedIn:
     """Dialler: the link is up."""
+
+    established: m.Established
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,20 +192,22 @@ class Session:
         out, self._out = self._out, []
         return out
 
-    def welcome(self, token: bytes, reads_by: tuple[str, ...]) -> None:
-        """Acceptor: the peer is fine."""
+    def welcome(self, seed: bytes, challenge: bytes, endpoints: dict[str, bytes]) -> None:
+        """Acceptor: the peer is who it may be."""
         self._move(State.CHECKING, State.AWAIT_CONFIRM)
-        self._out += encode(m.Welcome(identity=self._mine, link_token=token, reads_by=reads_by))
+        self._out += encode(
+            m.Welcome(identity=self._mine, seed=seed, challenge=challenge, endpoints=endpoints)
+        )
 
-    def confirm(self, reads_by: tuple[str, ...]) -> None:
+    def confirm(self, reads_by: tuple[str, ...], endpoints: dict[str, bytes]) -> None:
         """Dialler: the peer is fine."""
         self._move(State.PREPARING, State.AWAIT_ESTABLISHED)
-        self._out += encode(m.Confirm(reads_by=reads_by))
+        self._out += encode(m.Confirm(reads_by=reads_by, endpoints=endpoints))
 
-    def establish(self, now: float) -> None:
+    def establish(self, now: float, reads_by: tuple[str, ...]) -> None:
         """Acceptor: the link is up."""
         self._move(State.COMMITTING, State.UP)
-        self._out += encode(m.Established())
+        self._out += encode(m.Established(reads_by=reads_by))
         self._now = now
         self._come_up()
 
@@ -279,7 +285,7 @@ class Session:
     # ---- actions of the table ------------------------------------------------------------------------
 
     def _on_hello(self, hello: m.Hello, frame: Frame) -> Event:
-        self._meet(hello.identity)
+        self._meet(hello.identity, hello.challenge)
         self.state = State.CHECKING
         return HelloIn(hello)
 
@@ -290,9 +296,9 @@ class Session:
         return DataIn(hello, self._decoder.leftover())
 
     def _on_welcome(self, welcome: m.Welcome, frame: Frame) -> Event:
-        if not TOKEN_NBYTES[0] <= len(welcome.link_token) <= TOKEN_NBYTES[1]:
-            raise ProtocolError(f"a link token of {len(welcome.link_token)} bytes")
-        self._meet(welcome.identity)
+        if not SEED_NBYTES[0] <= len(welcome.seed) <= SEED_NBYTES[1]:
+            raise ProtocolError(f"a seed of {len(welcome.seed)} bytes")
+        self._meet(welcome.identity, welcome.challenge)
         self.state = State.PREPARING
         return WelcomeIn(welcome)
 
@@ -302,7 +308,7 @@ class Session:
 
     def _on_established(self, established: m.Established, frame: Frame) -> Event:
         self._come_up()
-        return EstablishedIn()
+        return EstablishedIn(established)
 
     def _on_refused(self, refused: m.Refused, frame: Frame) -> Event:
         self.state = State.CLOSED
@@ -324,7 +330,9 @@ class Session:
     def _on_message(self, message: m.Message, frame: Frame) -> Event:
         return MessageIn(frame)
 
-    def _meet(self, identity: m.Identity) -> None:
+    def _meet(self, identity: m.Identity, challenge: bytes) -> None:
+        if not CHALLENGE_NBYTES[0] <= len(challenge) <= CHALLENGE_NBYTES[1]:
+            raise ProtocolError(f"a challenge of {len(challenge)} bytes")
         if len(identity.instance) != INSTANCE_NBYTES or not 0 <= identity.cluster_id < 1 << 64:
             raise ProtocolError(f"cluster id {identity.cluster_id}, {len(identity.instance)} byte instance")
         for interval in (identity.heartbeat_ms, identity.link_timeout_ms):

@@ -55,7 +55,7 @@ class Meeting:
         try:
             self._listener.bind(self.name)
             self._listener.listen(socket.SOMAXCONN)
-            adopt_reader(self._listener, self._accept)
+            adopt_reader(self._listener, self.accept)
         except BaseException:
             self.close_after_fork()
             raise
@@ -73,7 +73,8 @@ class Meeting:
             os.close(self._spare_fd)
             self._spare_fd = -1
 
-    def _accept(self) -> None:
+    def accept(self) -> None:
+        """Takes those that have connected."""
         for _ in range(_ACCEPTS_PER_TURN):
             try:
                 sock, _ = self._listener.accept()

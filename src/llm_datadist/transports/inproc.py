@@ -16,6 +16,7 @@ from typing import ClassVar
 from llm_datadist._core.segments import Extents, Segments
 from llm_datadist.transports import _libc
 from llm_datadist.transports.seam import (
+    NOT_THIS_CONNECTION,
     Fault,
     FaultKind,
     PeerEndpoint,
@@ -55,21 +56,29 @@ class InprocTransport:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._key = hub.add(self)
+        self.shown: set[bytes] = set()
         self.closed = False
 
-    def endpoint(self) -> bytes:
+    def endpoint(self, proof: bytes) -> bytes:
         """The name in the hub."""
+        self.shown.add(proof)
         return self._key
+
+    def hide(self, proof: bytes) -> None:
+        """See the seam."""
+        self.shown.discard(proof)
 
     def open(self, peer: PeerEndpoint, *, deadline: float) -> InprocChannel:
         """Finds the peer in the hub.
 
         Raises:
-            TransportUnavailable: It is not there.
+            TransportUnavailable: It is not there, or not the other end of the connection.
         """
         member = self._hub.find(peer.blob)
         if member is None:
             raise TransportUnavailable("the peer is not in the same process and hub")
+        if peer.proof not in member.shown:
+            raise TransportUnavailable(NOT_THIS_CONNECTION)
         return InprocChannel(self, member)
 
     def close(self) -> None:

@@ -1,9 +1,11 @@
 """``local``: any memory of another process on this host, by ``process_vm_readv``.
 
 Strategy: the kernel names the peer (SO_PEERCRED on an abstract UNIX socket), a pidfd tells when it has
-gone, and a nonce read out of its memory proves that it is the process of the handshake: a pidfd that is
-still silent after that read means that the pid has meant one process all along. So the socket need not
-live longer than ``open``, and the owner closes what it accepts at once (nothing held, nothing to limit);
+gone, and the proof of the handshake, read out of its memory, shows that it is the other end of the
+connection: a pidfd that is still silent after that read means that the pid has meant one process all along.
+Where its proofs are, the name of the socket commits that process to: a peer that could choose would name
+memory of another process into which it had the right bytes put, a cache. The socket need not live longer
+than ``open``, and the owner closes what it accepts at once (nothing held, nothing to limit);
 ``connect`` does not wait for the accept, so a stopped owner delays nobody.
 Invariant: when ``wait`` has returned (or raised), no thread of that read can begin another call.
 Threads: as the seam says; the listener's callback runs on the control thread and never blocks.
@@ -11,9 +13,8 @@ Threads: as the seam says; the listener's callback runs on the control thread an
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import mmap
+import hashlib
 import os
 import socket
 import threading
@@ -24,27 +25,37 @@ import msgspec
 import numpy as np
 
 from llm_datadist._core.segments import Extents, Segments
+from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.transports import _libc
 from llm_datadist.transports._meeting import AdoptReader, DropReader, Meeting, credentials, meet
+from llm_datadist.transports._proofs import SLOTS, ProofPage
 from llm_datadist.transports._rows import fit_one_call
 from llm_datadist.transports.local_read import LocalRead, LocalRows, Peer, read_word
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import (
+    NOT_THIS_CONNECTION,
     Fault,
     PeerEndpoint,
     TransportCaps,
     TransportUnavailable,
 )
 
-_NONCE_NBYTES = 16
 _NAME_PREFIX = b"\0llm-datadist/"  # the leading zero: an abstract name, which no file system holds
-_WIPE_ON_FORK = 18  # MADV_WIPEONFORK: a forked child must not pass for its parent
+_SALT_NBYTES = 16
 
 
 class _Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     name: bytes
-    nonce_address: int
-    nonce: bytes
+    salt: bytes
+    page: int
+    slot: int
+    proof: bytes
+
+    def is_sound(self) -> bool:
+        """Whether its numbers are within their limits, and the name is that of whoever has its proofs there."""
+        numbers = 0 <= self.page < 1 << 64 and 0 <= self.slot < SLOTS
+        sizes = len(self.salt) == _SALT_NBYTES and len(self.proof) == PROOF_NBYTES
+        return numbers and sizes and self.name.startswith(_prefix(self.salt, self.page))
 
 
 class LocalTransport:
@@ -75,22 +86,29 @@ class LocalTransport:
         self._closed = False
         if allow_ptrace:
             _libc.allow_any_tracer()
-        self._nonce_page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # Linux < 4.14; the pidfd still tells parent from child
-            self._nonce_page.madvise(_WIPE_ON_FORK)
-        nonce = random_bytes(_NONCE_NBYTES)
-        self._nonce_page[:_NONCE_NBYTES] = nonce
+        self._page = ProofPage()
+        self._salt = random_bytes(_SALT_NBYTES)
         self._meeting = Meeting(
-            _NAME_PREFIX, socket.SOCK_STREAM, random_bytes, socket.socket.close, adopt_reader, drop_reader
-        )
-        address = int(np.frombuffer(self._nonce_page, dtype=np.uint8).ctypes.data)
-        self._endpoint = msgspec.msgpack.encode(
-            _Endpoint(name=self._meeting.name, nonce_address=address, nonce=nonce)
+            _prefix(self._salt, self._page.address),
+            socket.SOCK_STREAM,
+            random_bytes,
+            socket.socket.close,
+            adopt_reader,
+            drop_reader,
         )
 
-    def endpoint(self) -> bytes:
-        """Where peers find this process, and the proof that they have found it."""
-        return self._endpoint
+    def endpoint(self, proof: bytes) -> bytes:
+        """Where a peer finds this process, and the proof."""
+        slot = self._page.show(proof)
+        return msgspec.msgpack.encode(
+            _Endpoint(
+                name=self._meeting.name, salt=self._salt, page=self._page.address, slot=slot, proof=proof
+            )
+        )
+
+    def hide(self, proof: bytes) -> None:
+        """See the seam."""
+        self._page.hide(proof)
 
     def open(self, peer: PeerEndpoint, *, deadline: float) -> LocalChannel:
         """Proves that the peer's memory can be read. Never waits, so ``deadline`` is never reached.
@@ -102,12 +120,16 @@ class LocalTransport:
             endpoint = msgspec.msgpack.decode(peer.blob, type=_Endpoint)
         except msgspec.MsgspecError as exc:
             raise TransportUnavailable(f"the peer's endpoint of transport local is not valid: {exc}") from exc
-        if not endpoint.name.startswith(_NAME_PREFIX) or len(endpoint.nonce) != _NONCE_NBYTES:
-            raise TransportUnavailable("the peer's endpoint of transport local is not valid: name or nonce")
+        if not endpoint.is_sound():
+            raise TransportUnavailable(
+                "the peer's endpoint of transport local is not valid: name, page, slot or proof"
+            )
+        if endpoint.proof != peer.proof:
+            raise TransportUnavailable(NOT_THIS_CONNECTION)
         pid, pidfd = _find(endpoint.name)
         channel = LocalChannel(Peer(pid, pidfd), self._movers, self._forget)
         try:
-            _prove(channel.peer, endpoint)
+            _prove(channel.peer, endpoint.page + endpoint.slot * PROOF_NBYTES, peer.proof)
             with self._lock:
                 if self._closed:
                     raise TransportUnavailable("transport local of this process is closed")
@@ -127,7 +149,7 @@ class LocalTransport:
         for channel in channels:
             channel.close()
         self._meeting.close()
-        self._nonce_page.close()
+        self._page.close()
 
     def close_after_fork(self) -> None:
         """In a forked child: closes its copies of the descriptors and touches nothing else."""
@@ -168,6 +190,15 @@ class LocalChannel:
         self._forget(self)
 
 
+def _prefix(salt: bytes, page: int) -> bytes:
+    """How the name of a process begins that has its proofs at ``page``.
+
+    Everybody on the host sees names, but not where memory is: that is told to peers.
+    """
+    told = hashlib.sha256(salt + page.to_bytes(8, "little")).hexdigest()[:48]
+    return _NAME_PREFIX + told.encode() + b"/"
+
+
 def _find(name: bytes) -> tuple[int, int]:
     """Pid, as seen from here, of the process that listens at ``name``, and a pidfd of it."""
     with meet(name, socket.SOCK_STREAM) as sock:
@@ -182,15 +213,16 @@ def _find(name: bytes) -> tuple[int, int]:
             raise TransportUnavailable(f"process {pid} cannot be watched with pidfd_open: {exc}") from exc
 
 
-def _prove(peer: Peer, endpoint: _Endpoint) -> None:
-    """Reads the nonce out of the peer's memory."""
-    seen = np.zeros(_NONCE_NBYTES, dtype=np.uint8)
-    address = endpoint.nonce_address % (1 << 64)
-    got = _libc.read_one(peer.pid, int(seen.ctypes.data), address, _NONCE_NBYTES)
+def _prove(peer: Peer, address: int, proof: bytes) -> None:
+    """Reads the proof out of the peer's memory."""
+    seen = np.zeros(PROOF_NBYTES, dtype=np.uint8)
+    got = _libc.read_one(peer.pid, int(seen.ctypes.data), address % (1 << 64), PROOF_NBYTES)
     if got < 0 and -got not in (errno.EFAULT, errno.ESRCH):
         raise TransportUnavailable(_refusal(peer.pid, -got))
-    if seen.tobytes() != endpoint.nonce or peer.gone():
-        raise TransportUnavailable(f"process {peer.pid} is not, or no longer, the one of the handshake")
+    if seen.tobytes() != proof or peer.gone():
+        raise TransportUnavailable(
+            f"process {peer.pid} is not, or no longer, the other end of this connection"
+        )
 
 
 def _refusal(pid: int, number: int) -> str:

@@ -10,7 +10,6 @@ Threads: as the seam says. UCX adds one thread per process and one per engine, b
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +19,15 @@ import msgspec
 import numpy as np
 
 from llm_datadist._core.segments import U64, Extents
+from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.devices.cpu import first_unwritable
 from llm_datadist.transports import _nixl
 from llm_datadist.transports._nixl import Agents, NixlLost, NixlRefused
+from llm_datadist.transports._proofs import ProofPage
 from llm_datadist.transports.nixl_channel import ID_NBYTES, Endpoint, NixlChannel, Token
 from llm_datadist.transports.nixl_ranges import Book, none, spans
-from llm_datadist.transports.nixl_small import NONCE_NBYTES
 from llm_datadist.transports.seam import (
+    NOT_THIS_CONNECTION,
     PeerEndpoint,
     Region,
     RegistrationRefused,
@@ -89,13 +90,13 @@ class NixlTransport:
         self._books: dict[str, Book] = {}
         self._tokens: dict[bytes, tuple[str, U64]] = {}
         self._serving = self._agents(random_bytes(12).hex(), True)
-        self._nonce = random_bytes(NONCE_NBYTES)
-        self._page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._page[:NONCE_NBYTES] = self._nonce
-        self._nonce_address = int(np.frombuffer(self._page, dtype=np.uint8).ctypes.data)
+        self._page = ProofPage()
+        self._nonce = random_bytes(PROOF_NBYTES)  # stays: it tells readers that we live
+        self._nonce_slot = self._page.show(self._nonce)
+        self._always: tuple[bytes, bytes] | None = None
         try:
             self._enter(
-                "host", np.array([[0, mmap.PAGESIZE]], dtype=np.uint64) + np.uint64(self._nonce_address)
+                "host", np.array([[0, self._page.nbytes]], dtype=np.uint64) + np.uint64(self._page.address)
             )
         except (NixlRefused, NixlLost) as exc:
             self._serving.close()
@@ -136,21 +137,38 @@ class NixlTransport:
         for channel in channels:
             channel.forget(memory, gone)
 
-    def endpoint(self) -> bytes:
-        """How peers find and recognise us; host memory that is registered by now needs no token."""
+    def offer(self) -> None:
+        """Host memory that is registered by now needs no token: every peer is told of it."""
         with self._lock:
             rows = self._books["host"].ranges.pairs
-            endpoint = Endpoint(
-                agent=self._serving.name,
-                nonce_address=self._nonce_address,
-                nonce=self._nonce,
-                rows=_packed(rows),
-                metadata=self._serving.metadata("host", rows, True),
-            )
+            self._always = _packed(rows), self._serving.metadata("host", rows, True)
+
+    def endpoint(self, proof: bytes) -> bytes:
+        """How a peer finds and recognises us, and the proof."""
+        if self._always is None:
+            self.offer()
+        rows, metadata = self._always or (b"", b"")
+        slot = self._page.show(proof)
+        endpoint = Endpoint(
+            agent=self._serving.name,
+            proof=proof,
+            proof_address=self._page.address + slot * PROOF_NBYTES,
+            nonce_address=self._page.address + self._nonce_slot * PROOF_NBYTES,
+            nonce=self._nonce,
+            rows=rows,
+            metadata=metadata,
+        )
         return msgspec.msgpack.encode(endpoint)
 
+    def hide(self, proof: bytes) -> None:
+        """See the seam."""
+        self._page.hide(proof)
+
     def open(self, peer: PeerEndpoint, *, deadline: float) -> NixlChannel:
-        """Connects, and proves by a nonce that it is the peer of the handshake.
+        """Connects, and looks for the proof of the handshake.
+
+        The peer says where it is, so that one that could write into memory that another process has registered, a
+        cache, could have it put there: NIXL gives nothing by which that could be told.
 
         Raises:
             TransportUnavailable: It cannot be read; the text is the reason shown to users.
@@ -159,6 +177,8 @@ class NixlTransport:
             endpoint = msgspec.msgpack.decode(peer.blob, type=Endpoint)
         except msgspec.MsgspecError as exc:
             raise TransportUnavailable(f"the peer's endpoint of transport nixl is not valid: {exc}") from exc
+        if endpoint.proof != peer.proof:
+            raise TransportUnavailable(NOT_THIS_CONNECTION)
         channel = NixlChannel(self._agents, endpoint, self._locate, self._linger_s, self._drop)
         with self._lock:
             if self._closed:

@@ -17,13 +17,14 @@ import msgspec
 import numpy as np
 
 from llm_datadist._core.segments import U64, Extents, Segments
+from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.transports import _libc
 from llm_datadist.transports._nixl import Agents, NixlLost, NixlRefused, knows, name_in
 from llm_datadist.transports.nixl_again import NixlRows, fit_one_step, word_again
 from llm_datadist.transports.nixl_ranges import Ranges, none, spans
 from llm_datadist.transports.nixl_read import Copy, NixlRead, Pace
 from llm_datadist.transports.nixl_session import NixlBusy, Session, Source
-from llm_datadist.transports.nixl_small import NONCE_NBYTES, Scratch, Small
+from llm_datadist.transports.nixl_small import Scratch, Small
 from llm_datadist.transports.seam import Fault, FaultKind, TransportUnavailable
 
 ID_NBYTES = 16
@@ -39,9 +40,11 @@ Locate = Callable[[Extents], "tuple[str, U64] | None"]
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """How a peer finds an agent, proves that it is the right one, and reads its words."""
+    """How a peer finds an agent, proves that it is the right one and sees that it lives, and reads its words."""
 
     agent: str
+    proof: bytes
+    proof_address: int
     nonce_address: int
     nonce: bytes
     rows: bytes  # (n, 2) little-endian uint64: start and end
@@ -98,15 +101,15 @@ class NixlChannel:
         self._last_here: tuple[Extents | None, tuple[str, U64] | None] = None, None
 
     def prove(self, deadline: float) -> None:
-        """Reads the nonce.
+        """Reads the proof.
 
         Raises:
             TransportUnavailable: It cannot be read, or is another one.
         """
-        answer = self._read_small(self._endpoint.nonce_address, NONCE_NBYTES, deadline)
+        answer = self._read_small(self._endpoint.proof_address, PROOF_NBYTES, deadline)
         if isinstance(answer, Fault):
             raise TransportUnavailable(f"a first read with NIXL failed: {answer.text}")
-        if answer != self._endpoint.nonce:
+        if answer != self._endpoint.proof:
             raise TransportUnavailable("NIXL reaches another process than the one of the handshake")
         self.linger_s = self._linger_s
 
@@ -233,7 +236,7 @@ class NixlChannel:
         return Copy(sources, *found, there, here, _libc.can_write_byte)
 
     def _read_small(self, address: int, nbytes: int, deadline: float) -> bytes | Fault:
-        """At most ``NONCE_NBYTES`` bytes."""
+        """At most ``PROOF_NBYTES`` bytes."""
         sources = self.find_one(address, nbytes)
         if not sources:
             text = f"address {address:#x} of the peer is not registered with NIXL"
@@ -337,8 +340,8 @@ class NixlChannel:
         endpoint, slot = self._endpoint, self._scratch.take()
         until = time.monotonic() + _PROBE_S
         try:
-            task = Small((self._always,), self._scratch.rows, endpoint.nonce_address, slot, NONCE_NBYTES)
-            there, here, size = task.pieces(0, NONCE_NBYTES)
+            task = Small((self._always,), self._scratch.rows, endpoint.nonce_address, slot, PROOF_NBYTES)
+            there, here, size = task.pieces(0, PROOF_NBYTES)
             transfer = session.start(("host", there), ("host", here), size)
             while transfer is not None and not session.ended(transfer):
                 if time.monotonic() >= until or self.closed:
@@ -347,7 +350,7 @@ class NixlChannel:
                 time.sleep(_PROBE_SLEEP_S)
             if transfer is not None:
                 session.release(transfer)
-            return self._scratch.content(slot, NONCE_NBYTES) == endpoint.nonce
+            return self._scratch.content(slot, PROOF_NBYTES) == endpoint.nonce
         except (NixlLost, NixlRefused):
             session.doom()
             return False

@@ -1,4 +1,4 @@
-"""Reads of a few bytes with transport ``nixl``: words, and the nonce that proves who is read."""
+"""Reads of a few bytes with transport ``nixl``: words, and the proof of who is read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import queue
 import numpy as np
 
 from llm_datadist._core.segments import U64
+from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.transports.nixl_session import Source
 
-NONCE_NBYTES = 16
 _SLOTS = 256
 
 
@@ -17,12 +17,12 @@ class Scratch:
     """Places for small reads, one for each that is under way."""
 
     def __init__(self) -> None:
-        self._memory = np.zeros(_SLOTS * NONCE_NBYTES, dtype=np.uint8)
+        self._memory = np.zeros(_SLOTS * PROOF_NBYTES, dtype=np.uint8)
         self._start = int(self._memory.ctypes.data)
         self.rows = np.array([[self._start, self._start + len(self._memory)]], dtype=np.uint64)
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for i in range(_SLOTS):
-            self._free.put(self._start + i * NONCE_NBYTES)
+            self._free.put(self._start + i * PROOF_NBYTES)
 
     def take(self) -> int:
         """A place; waits for one."""

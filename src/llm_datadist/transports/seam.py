@@ -74,6 +74,12 @@ class RegistrationRefused(Exception):  # noqa: N818 - an answer, not an error of
     """Raised by ``RegisteringTransport.register``; the text says why."""
 
 
+NOT_THIS_CONNECTION = (
+    "the peer does not show it for this very connection: there is a proxy or an address translation between the "
+    "two, or it is another process's"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class PeerEndpoint:
     """What a transport needs to reach one linked peer.
@@ -84,6 +90,8 @@ class PeerEndpoint:
         link_token: Secret of this link, shared by both ends; a data connection shows it in its first frame.
         address: (host, port) that this side dialled; None on the side that was dialled.
         ask_for_connections: Asks the dialling side for this many more connections that we may read on.
+        proof: What the peer has given its ``endpoint()``, ``PROOF_NBYTES`` of it, if it is the other end of this
+            very connection. Where it cannot be found, the peer is not reached.
     """
 
     cluster_id: int
@@ -91,6 +99,7 @@ class PeerEndpoint:
     link_token: bytes
     address: tuple[str, int] | None
     ask_for_connections: Callable[[int], None]
+    proof: bytes = b""
 
 
 class Completion(Protocol):
@@ -236,11 +245,21 @@ class Transport(Protocol):
     name: ClassVar[str]
     caps: ClassVar[TransportCaps]
 
-    def endpoint(self) -> bytes:
-        """Opaque bytes that travel in the handshake and come back in the peer's ``PeerEndpoint.blob``."""
+    def endpoint(self, proof: bytes) -> bytes:
+        """Opaque bytes that travel in one handshake and come back in the peer's ``PeerEndpoint.blob``.
+
+        A transport by which a peer could be shown the memory of another process puts ``proof`` where only this
+        process can and nobody can have it put: not at an address that the peer names, which may lie in a cache.
+
+        Raises:
+            TransportUnavailable: Not now; that peer is not offered it.
+        """
+
+    def hide(self, proof: bytes) -> None:
+        """That handshake is over: the proof is no longer there. Of one that was not shown: nothing."""
 
     def open(self, peer: PeerEndpoint, *, deadline: float) -> Channel:
-        """Proves that the peer can be read.
+        """Proves that the peer can be read, and that it is the other end of the connection.
 
         Raises:
             TransportUnavailable: It cannot; the text is the reason shown to users.

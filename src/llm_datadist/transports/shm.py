@@ -1,6 +1,7 @@
 """``shm``: memory of a peer's pools on this host, mapped here and copied out of it.
 
-Strategy: the owner gives sealed memfds to readers of its own user (``shm_owner``), the reader maps them
+Strategy: the owner gives sealed memfds to readers of its own user who show the proof of a handshake that is
+under way there, once (``shm_owner``): of another connection it has made no such proof. The reader maps them
 (``shm_memory``) and copies without the kernel (``shm_read``). That is faster than ``local``, whose kernel
 looks at every page, and it needs no right to ptrace. Words are read in a mapping of the slab.
 Invariants: a reader can neither write nor resize what it is given; the end of the connection tells either
@@ -20,14 +21,22 @@ from typing import ClassVar
 import msgspec
 
 from llm_datadist._core.segments import Extents, Segments
+from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.devices.shared_memory import SharedArea
 from llm_datadist.transports import _libc
 from llm_datadist.transports._meeting import AdoptReader, DropReader, Meeting, credentials, meet
 from llm_datadist.transports.movers import Movers
-from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint, TransportCaps, TransportUnavailable
+from llm_datadist.transports.seam import (
+    NOT_THIS_CONNECTION,
+    Fault,
+    FaultKind,
+    PeerEndpoint,
+    TransportCaps,
+    TransportUnavailable,
+)
 from llm_datadist.transports.shm_areas import Areas, Box
 from llm_datadist.transports.shm_memory import MAX_AREAS, PeerMemory
-from llm_datadist.transports.shm_owner import SECRET_NBYTES, Giver, whose_refusal
+from llm_datadist.transports.shm_owner import Giver, whose_refusal
 from llm_datadist.transports.shm_read import ShmRead
 from llm_datadist.transports.shm_rows import ShmRows, shm_rows
 
@@ -39,7 +48,7 @@ _TOP = 1 << 64
 
 class _Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     name: bytes
-    secret: bytes
+    proof: bytes
     areas: list[tuple[int, int]]
 
 
@@ -76,24 +85,25 @@ class ShmTransport:
         self._lock = threading.Lock()
         self._channels: set[ShmChannel] = set()
         self._closed = False
-        secret = random_bytes(SECRET_NBYTES)
         self._adopt_reader = adopt_reader
         self._drop_reader = drop_reader
-        self._giver = Giver(areas, secret, adopt_reader, drop_reader)
+        self._giver = Giver(areas, adopt_reader, drop_reader)
         self._meeting = Meeting(
             _NAME_PREFIX, socket.SOCK_SEQPACKET, random_bytes, self._giver.welcome, adopt_reader, drop_reader
         )
-        self._endpoint = msgspec.msgpack.encode(
-            _Endpoint(
-                name=self._meeting.name,
-                secret=secret,
-                areas=[(area.address, area.nbytes) for area in areas],
-            )
-        )
+        self._areas = [(area.address, area.nbytes) for area in areas]
 
-    def endpoint(self) -> bytes:
-        """Where readers find this process, what they must show, and what they will get."""
-        return self._endpoint
+    def endpoint(self, proof: bytes) -> bytes:
+        """Where a reader finds this process, what it must show, and what it will get."""
+        self._giver.expect(proof)
+        return msgspec.msgpack.encode(_Endpoint(name=self._meeting.name, proof=proof, areas=self._areas))
+
+    def hide(self, proof: bytes) -> None:
+        """See the seam. A reader that has connected by now is answered first."""
+        if self._giver.expects(proof):
+            self._meeting.accept()
+            self._giver.hear_all()
+            self._giver.forget(proof)
 
     def open(self, peer: PeerEndpoint, *, deadline: float) -> ShmChannel:
         """Asks the peer for its memory, which comes in later. Never waits, so ``deadline`` is never reached.
@@ -102,11 +112,13 @@ class ShmTransport:
             TransportUnavailable: It cannot be asked, or would refuse; the text is the reason shown to users.
         """
         endpoint = _decode(peer.blob)
+        if endpoint.proof != peer.proof:
+            raise TransportUnavailable(NOT_THIS_CONNECTION)
         sock = meet(endpoint.name, socket.SOCK_SEQPACKET)
         memory = PeerMemory(sock, endpoint.areas, self._drop_reader)
         channel = ShmChannel(memory, self._own, self._by_kernel, self._movers, self._forget)
         try:
-            _ask(sock, endpoint.secret, memory)
+            _ask(sock, peer.proof, memory)
             with self._lock:
                 if self._closed:
                     raise TransportUnavailable("transport shm of this process is closed")
@@ -213,13 +225,13 @@ class ShmChannel:
         self._forget(self)
 
 
-def _ask(sock: socket.socket, secret: bytes, memory: PeerMemory) -> None:
-    """Shows the secret, unless the owner would refuse us anyhow, or has done so already."""
+def _ask(sock: socket.socket, proof: bytes, memory: PeerMemory) -> None:
+    """Shows the proof, unless the owner would refuse us anyhow, or has done so already."""
     refusal = whose_refusal(credentials(sock)[1], os.geteuid())
     if refusal:
         raise TransportUnavailable(refusal)
     try:
-        sock.send(secret)
+        sock.send(proof)
     except OSError as exc:
         memory.hear()
         raise TransportUnavailable(memory.reason) from exc
@@ -231,8 +243,8 @@ def _decode(blob: bytes) -> _Endpoint:
         endpoint = msgspec.msgpack.decode(blob, type=_Endpoint)
     except msgspec.MsgspecError as exc:
         raise TransportUnavailable(f"the peer's endpoint of transport shm is not valid: {exc}") from exc
-    if not endpoint.name.startswith(_NAME_PREFIX) or len(endpoint.secret) != SECRET_NBYTES:
-        raise TransportUnavailable("the peer's endpoint of transport shm is not valid: name or secret")
+    if not endpoint.name.startswith(_NAME_PREFIX) or len(endpoint.proof) != PROOF_NBYTES:
+        raise TransportUnavailable("the peer's endpoint of transport shm is not valid: name or proof")
     end = 0
     for address, nbytes in sorted(endpoint.areas):
         if address < end or nbytes <= 0 or address + nbytes >= _TOP:

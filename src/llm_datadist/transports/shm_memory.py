@@ -103,7 +103,7 @@ class PeerMemory(Owner):
     """Areas of one peer.
 
     Args:
-        sock: The connection to it, on which the secret has been shown.
+        sock: The connection to it, on which the proof has been shown.
         announced: (address, nbytes) of each area, as the handshake told it.
         drop_reader: Takes the socket out of the control loop.
     """
@@ -214,7 +214,7 @@ class PeerMemory(Owner):
     def _take_message(self) -> tuple[bytes, list[int]]:
         try:
             message, fds, _, _ = socket.recv_fds(self._sock, _TEXT_NBYTES, MAX_AREAS, _RECEIVE)
-        except ConnectionResetError:  # the other end closed without reading the secret; its answer comes next
+        except ConnectionResetError:  # the other end closed without reading the proof; its answer comes next
             message, fds, _, _ = socket.recv_fds(self._sock, _TEXT_NBYTES, MAX_AREAS, _RECEIVE)
         return message, fds  # those that find no room here are missing
 

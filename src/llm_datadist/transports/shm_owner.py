@@ -1,24 +1,23 @@
 """Transport ``shm``, the owner's side: gives the descriptors of its areas to readers that may have them.
 
-Strategy: a reader shows the secret of the handshake, and the kernel says whose process it is; the answer is
-one message, with the descriptors or with the reason why not. The connection then stays open, silent: its
-end tells either side that the other has gone.
+Strategy: a reader shows the proof of a handshake, and the kernel says whose process it is; the answer is
+one message, with the descriptors or with the reason why not. Each proof is good for one reader. The
+connection then stays open, silent: its end tells either side that the other has gone.
 Threads: ``welcome`` and the callbacks run on the control thread; ``close`` on any.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import socket
 import threading
 from collections.abc import Sequence
 
+from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.devices.shared_memory import SharedArea
 from llm_datadist.transports._meeting import AdoptReader, DropReader, credentials, end
 
-SECRET_NBYTES = 16
 GRANTED = b"\0"
 REFUSED = b"\1"  # the reason follows
 MAX_READERS = 4096  # of one owner: descriptors are finite, and a reader costs one
@@ -29,21 +28,32 @@ class Giver:
 
     Args:
         areas: What they are given; open until ``close``.
-        secret: What they must show.
         adopt_reader: Registers a socket and a callback for "readable" with the control loop.
         drop_reader: Takes the socket out again.
     """
 
     def __init__(
-        self, areas: Sequence[SharedArea], secret: bytes, adopt_reader: AdoptReader, drop_reader: DropReader
+        self, areas: Sequence[SharedArea], adopt_reader: AdoptReader, drop_reader: DropReader
     ) -> None:
         self._descriptors = [area.fd for area in areas]
-        self._secret = secret
+        self._proofs: set[bytes] = set()
         self._adopt_reader = adopt_reader
         self._drop_reader = drop_reader
         self._lock = threading.Lock()
         self._readers: dict[socket.socket, bool] = {}  # whether it has been given the areas
         self._closed = False
+
+    def expect(self, proof: bytes) -> None:
+        """A handshake is under way whose peer may show that."""
+        self._proofs.add(proof)
+
+    def expects(self, proof: bytes) -> bool:
+        """Whether it has not been shown yet."""
+        return proof in self._proofs
+
+    def forget(self, proof: bytes) -> None:
+        """The handshake is over."""
+        self._proofs.discard(proof)
 
     def welcome(self, sock: socket.socket) -> None:
         """Takes over an accepted connection."""
@@ -60,6 +70,11 @@ class Giver:
         self._adopt_reader(sock, lambda: self._hear(sock))
         self._hear(sock)
 
+    def hear_all(self) -> None:
+        """Answers those that have shown something by now."""
+        for sock in [sock for sock, given in self._readers.items() if not given]:
+            self._hear(sock)
+
     def close(self) -> None:
         """Ends all connections."""
         with self._lock:
@@ -75,9 +90,9 @@ class Giver:
             sock.close()
 
     def _hear(self, sock: socket.socket) -> None:
-        """Reads what has come: the secret, once; anything after it is the end."""
+        """Reads what has come: the proof, once; anything after it is the end."""
         try:
-            message = sock.recv(SECRET_NBYTES + 1)
+            message = sock.recv(PROOF_NBYTES + 1)
         except BlockingIOError:
             return
         except OSError:
@@ -93,10 +108,15 @@ class Giver:
             self._drop_reader(sock)
             end(sock)
 
-    def _answer(self, sock: socket.socket, secret: bytes) -> bool:
-        if not hmac.compare_digest(secret, self._secret):
-            _say(sock, "the secret that this process shows is not the owner's: its endpoint is out of date")
+    def _answer(self, sock: socket.socket, proof: bytes) -> bool:
+        if proof not in self._proofs:
+            _say(
+                sock,
+                "what this process shows is not the proof of a handshake that is under way here: the link is another "
+                "process's, or it was shown before",
+            )
             return False
+        self._proofs.discard(proof)
         try:
             socket.send_fds(sock, [GRANTED], self._descriptors)
         except OSError as exc:

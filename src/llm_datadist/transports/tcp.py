@@ -60,15 +60,19 @@ class TcpTransport:
         self._channels: dict[tuple[bytes, bool], TcpChannel] = {}
         self._closed = False
 
-    def endpoint(self) -> bytes:
-        """Nothing: the address is the link's."""
+    def endpoint(self, proof: bytes) -> bytes:
+        """Nothing: the address is the link's, and so is the secret that each connection shows."""
         return b""
+
+    def hide(self, proof: bytes) -> None:
+        """Nothing was shown."""
 
     def open(self, peer: PeerEndpoint, *, deadline: float) -> TcpChannel:
         """A channel to a peer. Does not block: the link itself shows that the peer can be reached.
 
         Raises:
-            TransportUnavailable: The transport is closed, or has this link already.
+            TransportUnavailable: The transport is closed.
+            ValueError: This end of this link is open already.
         """
         channel = TcpChannel(
             peer,
@@ -84,7 +88,7 @@ class TcpTransport:
             if self._closed:
                 raise TransportUnavailable("transport tcp of this process is closed")
             if (channel.token, channel.dialled) in self._channels:
-                raise TransportUnavailable(f"the link to cluster {peer.cluster_id} is open already")
+                raise ValueError(f"the link to cluster {peer.cluster_id} is open already")
             self._channels[channel.token, channel.dialled] = channel
         return channel
 

@@ -54,9 +54,7 @@ class Scene:
 
     def run(self, *offers: str, backend: str = "auto", theirs: str = "auto") -> tuple[Any, Any]:
         endpoints = {name: name.upper().encode() for name in offers}
-        peer = Identity(
-            cluster_id=9, instance=b"", role=1, accessible=False, backend=theirs, endpoints=endpoints
-        )
+        peer = Identity(cluster_id=9, instance=b"", role=1, accessible=False, backend=theirs)
 
         def endpoint(name: str) -> PeerEndpoint:
             return PeerEndpoint(9, endpoints[name], b"", None, lambda count: None)
@@ -64,7 +62,7 @@ class Scene:
         transports: Any = SimpleNamespace(
             opened=self.opened, missing=self.missing, stream=self.stream, words=self.words
         )
-        return Probing(transports, backend, peer, endpoint).run()
+        return Probing(transports, backend, peer, endpoints, endpoint).run()
 
     def channels(self) -> list[Channel]:
         return [channel for transport in self.opened.values() for channel in transport.channels]

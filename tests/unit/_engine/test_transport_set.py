@@ -26,6 +26,7 @@ from tests.support import actors
 from tests.support.allocated import pool
 from tests.support.engines import Engines
 from tests.support.fake_nixl import World
+from tests.support.local_pair import PROOF
 from tests.support.memory import FILL
 
 SUCCESS = LLMStatusCode.LLM_SUCCESS
@@ -55,7 +56,9 @@ def parts(made: Any) -> Any:
 
 
 def offered(made: Any) -> set[str]:
-    return set(parts(made)._state.links._driver.mine.endpoints)
+    found = set(parts(made).show(PROOF))
+    parts(made).hide(PROOF)
+    return found
 
 
 @pytest.mark.parametrize(

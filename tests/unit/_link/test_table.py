@@ -17,7 +17,7 @@ TIMEOUT = LLMStatusCode.LLM_TIMEOUT
 
 
 def hello(peer: Identity, target_id: int, version: int = PROTOCOL_VERSION) -> Hello:
-    return Hello(version=version, target_id=target_id, identity=peer)
+    return Hello(version=version, target_id=target_id, identity=peer, challenge=b"")
 
 
 def table(cluster_id: int = 1, retry_count: int = 1) -> t.LinkTable:
@@ -214,11 +214,28 @@ def test_an_uncommitted_connection_of_the_authority_makes_room() -> None:
 def test_a_link_to_myself_has_one_end_in_the_table() -> None:
     tab = table(1)
     tab.dial(1, 1)
-    assert tab.hello(20, hello(identity(1), 1)) == [t.Accept(20)]
+    assert tab.hello(20, hello(identity(1), 1), from_here=True) == [t.Accept(20)]
+    assert tab.check_welcome(1, identity(1), from_here=True) is None
     tab.welcomed(1, 10)
     assert tab.confirmed(20) == [t.Establish(20, hidden=True)]
     assert tab.established(1, 10, identity(1)) == [t.Establish(10), t.Finish(1, OK, "")]
     assert tab.dial(2, 1) == [t.Probe(1, 10, 2)]
+
+
+@pytest.mark.parametrize(
+    ("cluster_id", "from_here"),
+    [(1, False), (2, False), (2, True)],
+    ids=["me", "my life", "my life from here"],
+)
+def test_g16_who_says_that_it_is_me_must_be_me(cluster_id: int, from_here: bool) -> None:
+    tab = table(1)
+    peer = msgspec.structs.replace(identity(1), cluster_id=cluster_id)
+    (refuse,) = tab.hello(10, hello(peer, 1), from_here=from_here)
+    assert isinstance(refuse, t.Refuse) and refuse.code == FAILED and "this very process" in refuse.text
+    tab.dial(1, cluster_id)
+    wrong = tab.check_welcome(1, peer, from_here=from_here)
+    assert wrong is not None and wrong[0] == FAILED and "this very process" in wrong[1]
+    assert not tab._accepted
 
 
 def test_a_closed_link_leaves_nothing() -> None:

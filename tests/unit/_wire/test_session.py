@@ -20,8 +20,11 @@ A = m.Identity(
 B = m.Identity(
     cluster_id=2, instance=b"b" * 16, role=2, accessible=False, heartbeat_ms=500, link_timeout_ms=9000
 )
-HELLO = m.Hello(version=m.PROTOCOL_VERSION, target_id=2, identity=A)
+CHALLENGE = b"c" * 16
+HELLO = m.Hello(version=m.PROTOCOL_VERSION, target_id=2, identity=A, challenge=CHALLENGE)
 TOKEN = b"t" * 16
+SHOWN = {"x": b"y"}
+WELCOME = m.Welcome(identity=B, seed=TOKEN, challenge=CHALLENGE, endpoints=SHOWN)
 PLAIN: dict[object, object] = {int: 1, bytes: b"x" * 16, str: "x", bool: True, m.Identity: A}
 
 
@@ -57,19 +60,19 @@ def dialler() -> Session:
 
 def preparing() -> Session:
     session = dialler()
-    session.receive(wire(m.Welcome(identity=B, link_token=TOKEN, reads_by=("x",))), 0.0)
+    session.receive(wire(WELCOME), 0.0)
     return session
 
 
 def awaiting_established() -> Session:
     session = preparing()
-    session.confirm(("y",))
+    session.confirm(("y",), SHOWN)
     return session
 
 
 def up_dialler() -> Session:
     session = awaiting_established()
-    session.receive(wire(m.Established()), 0.0)
+    session.receive(wire(m.Established(reads_by=("x",))), 0.0)
     session.outgoing()
     return session
 
@@ -86,19 +89,19 @@ def checking() -> Session:
 
 def awaiting_confirm() -> Session:
     session = checking()
-    session.welcome(TOKEN, ("x",))
+    session.welcome(TOKEN, CHALLENGE, SHOWN)
     return session
 
 
 def committing() -> Session:
     session = awaiting_confirm()
-    session.receive(wire(m.Confirm(reads_by=("y",))), 0.0)
+    session.receive(wire(m.Confirm(reads_by=("y",), endpoints=SHOWN)), 0.0)
     return session
 
 
 def up_acceptor() -> Session:
     session = committing()
-    session.establish(0.0)
+    session.establish(0.0, ("x",))
     session.outgoing()
     return session
 
@@ -118,13 +121,12 @@ MAKERS: dict[State, Callable[[], Session]] = {
 def test_the_way_of_a_dialler() -> None:
     session = dialler()
     assert said(session) == [HELLO]
-    welcome = m.Welcome(identity=B, link_token=TOKEN, reads_by=("x",))
-    assert session.receive(wire(welcome), 1.0) == [s.WelcomeIn(welcome)]
+    assert session.receive(wire(WELCOME), 1.0) == [s.WelcomeIn(WELCOME)]
     assert session.peer == B
-    session.confirm(("y",))
-    assert said(session) == [m.Confirm(reads_by=("y",))]
-    events = session.receive(wire(m.Established(), m.Unlink(id=1, time_left_ms=5)), 2.0)
-    assert events[0] == s.EstablishedIn()
+    session.confirm(("y",), SHOWN)
+    assert said(session) == [m.Confirm(reads_by=("y",), endpoints=SHOWN)]
+    events = session.receive(wire(m.Established(reads_by=("x",)), m.Unlink(id=1, time_left_ms=5)), 2.0)
+    assert events[0] == s.EstablishedIn(m.Established(reads_by=("x",)))
     assert isinstance(events[1], s.MessageIn) and events[1].frame.message == m.Unlink(id=1, time_left_ms=5)
     assert session.state is State.UP
 
@@ -132,11 +134,12 @@ def test_the_way_of_a_dialler() -> None:
 def test_the_way_of_an_acceptor() -> None:
     session = acceptor()
     assert session.receive(wire(HELLO), 1.0) == [s.HelloIn(HELLO)]
-    session.welcome(TOKEN, ("x",))
-    assert said(session) == [m.Welcome(identity=B, link_token=TOKEN, reads_by=("x",))]
-    assert session.receive(wire(m.Confirm(reads_by=("y",))), 2.0) == [s.ConfirmIn(m.Confirm(reads_by=("y",)))]
-    session.establish(2.0)
-    assert said(session) == [m.Established()]
+    session.welcome(TOKEN, CHALLENGE, SHOWN)
+    assert said(session) == [WELCOME]
+    confirm = m.Confirm(reads_by=("y",), endpoints=SHOWN)
+    assert session.receive(wire(confirm), 2.0) == [s.ConfirmIn(confirm)]
+    session.establish(2.0, ("x",))
+    assert said(session) == [m.Established(reads_by=("x",))]
     assert session.state is State.UP
 
 
@@ -192,10 +195,17 @@ def test_a_data_connection_of_another_version_is_a_protocol_error() -> None:
     assert isinstance(event, s.Closed) and event.error
 
 
-@pytest.mark.parametrize("token", [b"", b"1234567", b"x" * 65])
-def test_a_token_of_another_size_is_a_protocol_error(token: bytes) -> None:
-    (event,) = dialler().receive(wire(m.Welcome(identity=B, link_token=token, reads_by=("x",))), 0.0)
+@pytest.mark.parametrize("seed", [b"", b"1234567", b"x" * 65])
+def test_a_seed_of_another_size_is_a_protocol_error(seed: bytes) -> None:
+    (event,) = dialler().receive(wire(msgspec.structs.replace(WELCOME, seed=seed)), 0.0)
     assert isinstance(event, s.Closed) and event.error
+
+
+@pytest.mark.parametrize("challenge", [b"", b"x" * 15, b"x" * 65])
+def test_g16_a_challenge_of_another_size_is_a_protocol_error(challenge: bytes) -> None:
+    for session, message in ((acceptor(), HELLO), (dialler(), WELCOME)):
+        (event,) = session.receive(wire(msgspec.structs.replace(message, challenge=challenge)), 0.0)
+        assert isinstance(event, s.Closed) and event.error
 
 
 def test_large_frames_only_once_it_is_up() -> None:
@@ -227,7 +237,9 @@ def test_a_handshake_can_be_refused(maker: Callable[[], Session]) -> None:
 
 
 def test_decisions_out_of_turn_are_our_own_bugs() -> None:
-    for decide in (lambda x: x.welcome(TOKEN, ""), lambda x: x.confirm(""), lambda x: x.establish(0.0)):
+    for decide in (
+        lambda x: x.welcome(TOKEN, CHALLENGE, {}), lambda x: x.confirm((), {}), lambda x: x.establish(0.0, ()),
+    ):  # fmt: skip
         with pytest.raises(RuntimeError):
             decide(acceptor())
     with pytest.raises(RuntimeError):

@@ -22,10 +22,12 @@ import pytest
 from llm_datadist._core.segments import Segments
 from llm_datadist.testing.board import extents
 from llm_datadist.transports import _libc
+from llm_datadist.transports._proofs import SLOTS
 from llm_datadist.transports.local import LocalTransport
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import FaultKind, Progress, TransportUnavailable
-from tests.support.local_pair import LocalOwner, Loop, endpoint, nothing, transport
+from tests.support.local_pair import PROOF, LocalOwner, Loop, endpoint, nothing, transport
+from tests.support.raw_owner import SALT, local_name
 
 LATER = float("inf")
 
@@ -48,6 +50,11 @@ def reason(reader: LocalTransport, blob: bytes) -> str:
     return str(caught.value)
 
 
+def elsewhere(rest: bytes) -> dict[str, Any]:
+    """The endpoint of a process that is not there."""
+    return {"name": local_name() + rest, "salt": SALT, "page": 4096}
+
+
 def altered(blob: bytes, **changes: Any) -> bytes:
     return msgspec.msgpack.encode({**msgspec.msgpack.decode(blob), **changes})
 
@@ -59,16 +66,16 @@ def one_word(source: int, destination: np.ndarray[Any, np.dtype[np.uint64]]) -> 
 def test_a_process_reads_itself(reader: LocalTransport) -> None:
     """A self link: own pid, own listener, nobody accepts meanwhile."""
     word, seen = np.array([0x0123456789ABCDEF], dtype=np.uint64), np.zeros(1, dtype=np.uint64)
-    channel = reader.open(endpoint(reader.endpoint()), deadline=0)
+    channel = reader.open(endpoint(reader.endpoint(PROOF)), deadline=0)
     progress = channel.read(one_word(int(word.ctypes.data), seen)).wait(deadline=LATER)
     assert progress == Progress(8) and seen[0] == word[0]
 
 
 def test_blob_is_small_and_its_secrets_differ(reader: LocalTransport) -> None:
     with closing(transport(Movers(0))) as other:
-        one, two = (msgspec.msgpack.decode(t.endpoint()) for t in (reader, other))
-    assert len(reader.endpoint()) < 200
-    assert one["nonce"] != two["nonce"] and one["name"] != two["name"]
+        one, two = (msgspec.msgpack.decode(t.endpoint(PROOF)) for t in (reader, other))
+    assert len(reader.endpoint(PROOF)) < 200
+    assert one["salt"] != two["salt"] and one["name"] != two["name"]
 
 
 @pytest.mark.parametrize(
@@ -91,20 +98,58 @@ def test_z3_malformed_endpoint(reader: LocalTransport, blob: bytes) -> None:
     ("changes", "text"),
     [
         ({"name": b"/tmp/somebody"}, "not valid: name"),
-        ({"name": b"\0llm-datadist/" + b"y" * 200}, "cannot be met"),
-        ({"name": b"\0llm-datadist/nobody"}, "another host or another network namespace"),
-        ({"nonce": b""}, "not valid"),
-        ({"nonce": bytes(16)}, "is not, or no longer, the one"),
-        ({"nonce_address": 0}, "is not, or no longer, the one"),
-        ({"nonce_address": 0x1000}, "is not, or no longer, the one"),
-        ({"nonce_address": (1 << 64) - 1}, "is not, or no longer, the one"),
-        ({"nonce_address": -1}, "is not, or no longer, the one"),
+        ({"name": b"\0llm-datadist/nobody"}, "not valid: name"),
+        (elsewhere(b"y" * 200), "cannot be met"),
+        (elsewhere(b"nobody"), "another host or another network namespace"),
+        ({"page": 0x1000}, "not valid: name, page"),
+        ({"page": -1}, "not valid: name, page"),
+        ({"page": 1 << 64 - 1}, "not valid: name, page"),
+        ({"slot": -1}, "not valid: name, page, slot"),
+        ({"slot": SLOTS}, "not valid: name, page, slot"),
+        ({"slot": 1}, "is not, or no longer, the other end"),
+        ({"salt": bytes(16)}, "not valid: name"),
+        ({"salt": b""}, "not valid: name"),
+        ({"proof": b""}, "slot or proof"),
+        ({"proof": bytes(32)}, "this very connection"),
     ],
 )
 def test_endpoint_of_somebody_else(
     reader: LocalTransport, owner: LocalOwner, changes: dict[str, Any], text: str
 ) -> None:
     assert text in reason(reader, altered(owner.endpoint.blob, **changes))
+
+
+def test_g16_a_proof_is_there_for_one_handshake(reader: LocalTransport) -> None:
+    with closing(transport(Movers(0))) as owner:
+        blob, other = owner.endpoint(PROOF), owner.endpoint(PROOF[::-1])
+        assert "this very connection" in reason(reader, other), "it is another's"
+        reader.open(endpoint(blob), deadline=0).close()
+        owner.hide(PROOF)
+        assert "the other end of this connection" in reason(reader, blob), "it was used once"
+        owner.hide(PROOF)
+        reader.open(endpoint(owner.endpoint(PROOF)), deadline=0).close()
+
+
+def test_g16_the_right_bytes_elsewhere_are_no_proof(reader: LocalTransport) -> None:
+    """What a peer can have written into a cache of another process: the place must be that process's choice."""
+    planted = np.frombuffer(PROOF, np.uint8).copy()
+    with closing(transport(Movers(0))) as victim:
+        blob = victim.endpoint(PROOF[::-1])
+        assert "not valid" in reason(
+            reader, altered(blob, proof=PROOF, page=int(planted.ctypes.data), slot=0)
+        )
+        away = (int(planted.ctypes.data) - msgspec.msgpack.decode(blob)["page"]) // 32
+        assert "not valid" in reason(reader, altered(blob, proof=PROOF, slot=away))
+
+
+def test_g16_more_handshakes_than_slots(reader: LocalTransport) -> None:
+    proofs = [at.to_bytes(32, "little") for at in range(SLOTS)]
+    for proof in proofs:
+        reader.endpoint(proof)
+    with pytest.raises(TransportUnavailable, match="which is the most"):
+        reader.endpoint(PROOF)
+    reader.hide(proofs[7])
+    reader.endpoint(PROOF)
 
 
 def test_p2_other_user(owner: LocalOwner) -> None:
@@ -145,6 +190,7 @@ def _reason_elsewhere(owner: LocalOwner, first: str, prefix: list[str] | None = 
     program = f"""
 import base64, sys
 from tests.support.local_pair import endpoint, transport
+from llm_datadist.transports._proofs import SLOTS
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import TransportUnavailable
 reader = transport(Movers(0))
@@ -175,7 +221,7 @@ def test_reasons_of_the_kernel(
     reader: LocalTransport, monkeypatch: pytest.MonkeyPatch, number: int, text: str
 ) -> None:
     monkeypatch.setattr(_libc, "read_one", lambda *_: -number)
-    found = reason(reader, reader.endpoint())
+    found = reason(reader, reader.endpoint(PROOF))
     assert text in found and os.strerror(number) in found and str(os.getpid()) in found
 
 
@@ -184,7 +230,7 @@ def test_kernel_without_pidfd(reader: LocalTransport, monkeypatch: pytest.Monkey
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    assert "pidfd_open" in reason(reader, reader.endpoint())
+    assert "pidfd_open" in reason(reader, reader.endpoint(PROOF))
 
 
 def test_process_that_ends_during_the_proof(reader: LocalTransport, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,12 +248,14 @@ def test_process_that_ends_during_the_proof(reader: LocalTransport, monkeypatch:
 
 
 def test_full_queue_hangs_nobody(reader: LocalTransport) -> None:
-    name = b"\0llm-datadist/full" + secrets.token_bytes(4).hex().encode()
+    name = local_name() + secrets.token_bytes(4).hex().encode()
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
         listener.bind(name)
         listener.listen(0)
         first.connect(name)
-        assert "queue" in reason(reader, altered(reader.endpoint(), name=name))
+        assert "queue" in reason(
+            reader, altered(reader.endpoint(PROOF), **elsewhere(name.removeprefix(local_name())))
+        )
 
 
 def test_r1_more_opens_than_the_queue_holds() -> None:
@@ -215,7 +263,7 @@ def test_r1_more_opens_than_the_queue_holds() -> None:
     loop = Loop()
     with closing(transport(Movers(0), loop)) as owner, closing(transport(Movers(0))) as reader:
         for _ in range(socket.SOMAXCONN + 200):
-            reader.open(endpoint(owner.endpoint()), deadline=0).close()
+            reader.open(endpoint(owner.endpoint(PROOF)), deadline=0).close()
     loop.close()
 
 
@@ -225,7 +273,7 @@ def test_listener_without_descriptors_does_not_spin() -> None:
     owner = LocalTransport(
         Movers(0), lambda _, call: callbacks.append(call), nothing, False, secrets.token_bytes
     )
-    name = msgspec.msgpack.decode(owner.endpoint())["name"]
+    name = msgspec.msgpack.decode(owner.endpoint(PROOF))["name"]
     clients = [socket.socket(socket.AF_UNIX) for _ in range(3)]
     for client in clients:
         client.connect(name)
@@ -281,8 +329,9 @@ def test_closing_the_transport_closes_its_channels(owner: LocalOwner) -> None:
 
 
 def test_f1_forked_child_cannot_pass_for_its_parent(reader: LocalTransport) -> None:
-    """It inherits the listener and the addresses, but not the nonce."""
-    address = msgspec.msgpack.decode(reader.endpoint())["nonce_address"]
+    """It inherits the listener and the addresses, but not the proofs."""
+    told = msgspec.msgpack.decode(reader.endpoint(PROOF))
+    address = told["page"] + told["slot"] * len(PROOF)
     ready_r, ready_w = os.pipe()
     done_r, done_w = os.pipe()
     pid = os.fork()
@@ -291,10 +340,10 @@ def test_f1_forked_child_cannot_pass_for_its_parent(reader: LocalTransport) -> N
         os.read(done_r, 1)
         os._exit(0)
     os.read(ready_r, 1)
-    seen = np.full(16, 7, dtype=np.uint8)
-    done = _libc.read_one(pid, int(seen.ctypes.data), address, 16)
+    seen = np.full(32, 7, dtype=np.uint8)
+    done = _libc.read_one(pid, int(seen.ctypes.data), address, 32)
     os.write(done_w, b"x")
     os.waitpid(pid, 0)
     for fd in (ready_r, ready_w, done_r, done_w):
         os.close(fd)
-    assert done == 16 and not seen.any()
+    assert done == 32 and not seen.any()

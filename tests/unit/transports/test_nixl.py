@@ -28,6 +28,7 @@ from llm_datadist.transports.seam import (
     TransportUnavailable,
 )
 from tests.support.fake_nixl import buffer
+from tests.support.local_pair import PROOF
 from tests.support.memory import PAGE, Mapping
 from tests.support.nixl_rig import SIZE, Rig, endpoint, kind_of, region
 
@@ -251,11 +252,13 @@ def test_an_endpoint_that_is_no_good_is_a_reason(rig: Rig, blob: bytes) -> None:
         rig.reader.open(endpoint(blob), deadline=time.monotonic() + 1)
 
 
-def test_another_nonce_is_another_process(rig: Rig) -> None:
-    told = msgspec.msgpack.decode(rig.owner.endpoint(), type=nixl_channel.Endpoint)
-    blob = msgspec.msgpack.encode(msgspec.structs.replace(told, nonce=b"0" * 16))
+def test_g16_another_proof_is_another_process(rig: Rig) -> None:
+    blob = rig.owner.endpoint(PROOF)
+    rig.owner.hide(PROOF)
     with pytest.raises(TransportUnavailable, match="another process"):
         rig.reader.open(endpoint(blob), deadline=time.monotonic() + 1)
+    with pytest.raises(TransportUnavailable, match="this very connection"):
+        rig.reader.open(endpoint(rig.owner.endpoint(PROOF[::-1])), deadline=time.monotonic() + 1)
 
 
 def test_a_peer_that_nobody_can_connect_to_is_a_reason(rig: Rig) -> None:

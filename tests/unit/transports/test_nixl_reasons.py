@@ -16,9 +16,10 @@ import pytest
 from llm_datadist.transports import _nixl, nixl, nixl_channel
 from llm_datadist.transports._nixl import NixlRefused
 from llm_datadist.transports.nixl import NixlTransport, check_worth_it
-from llm_datadist.transports.seam import TransportUnavailable
+from llm_datadist.transports.seam import NOT_THIS_CONNECTION, TransportUnavailable
 from tests.support import reasons
 from tests.support.fake_nixl import FakeAgent, World
+from tests.support.local_pair import PROOF
 from tests.support.nixl_rig import Rig, endpoint
 
 Force = Callable[[pytest.MonkeyPatch, Path], None]
@@ -33,7 +34,7 @@ def _open(blob: bytes) -> None:
 
 
 def _endpoint(rig: Rig, **changes: object) -> bytes:
-    told = msgspec.msgpack.decode(rig.owner.endpoint(), type=nixl_channel.Endpoint)
+    told = msgspec.msgpack.decode(rig.owner.endpoint(PROOF), type=nixl_channel.Endpoint)
     return msgspec.msgpack.encode(msgspec.structs.replace(told, **changes))
 
 
@@ -79,7 +80,7 @@ def half_a_row(patch: pytest.MonkeyPatch, tmp: Path) -> None:
 
 def closed(patch: pytest.MonkeyPatch, tmp: Path) -> None:
     rig = Rig()
-    blob = rig.owner.endpoint()
+    blob = rig.owner.endpoint(PROOF)
     rig.close()
     rig.reader.open(endpoint(blob), deadline=time.monotonic() + 1)
 
@@ -94,7 +95,17 @@ def unreachable(patch: pytest.MonkeyPatch, tmp: Path) -> None:
 
 
 def another_process(patch: pytest.MonkeyPatch, tmp: Path) -> None:
-    _open_changed(nonce=b"0" * 16)
+    rig = Rig()
+    blob = rig.owner.endpoint(PROOF)
+    rig.owner.hide(PROOF)
+    try:
+        rig.reader.open(endpoint(blob), deadline=time.monotonic() + 1)
+    finally:
+        rig.close()
+
+
+def another_connection(patch: pytest.MonkeyPatch, tmp: Path) -> None:
+    _open_changed(proof=b"0" * 32)
 
 
 def not_installed(patch: pytest.MonkeyPatch, tmp: Path) -> None:
@@ -151,6 +162,7 @@ FORCED: dict[str, tuple[Force, ...]] = {
 }
 # What is raised without a text there.
 PASSED_ON: dict[str, dict[str, Force]] = {
+    "NOT_THIS_CONNECTION": {NOT_THIS_CONNECTION: another_connection},
     "_NOT_INSTALLED": {_nixl._NOT_INSTALLED: not_found},
     "'; '.join(failures) or _NOT_INSTALLED": {
         _nixl._NOT_INSTALLED: not_installed,

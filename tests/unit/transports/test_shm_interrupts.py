@@ -19,7 +19,7 @@ from llm_datadist.testing.board import extents, soon
 from llm_datadist.transports import shm_memory
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.shm import ShmChannel, ShmTransport
-from tests.support.local_pair import Loop
+from tests.support.local_pair import PROOF, Loop
 from tests.support.shm_pair import MIB, Reader, Shared, endpoint, settle, transport
 from tests.support.world import wait_until
 
@@ -65,11 +65,11 @@ def test_interrupts_at_the_first_use_leave_a_usable_channel(area: Shared, loop: 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with closing(transport([area.area], loop=loop)) as owned, closing(transport([area.area])) as reader:
-            opened(reader, owned.endpoint()).close()  # what is made once is there
+            opened(reader, owned.endpoint(PROOF)).close()  # what is made once is there
             assert wait_until(lambda: not owned._giver._readers, WAIT_S)
             fds, maps, interrupted = len(os.listdir("/proc/self/fd")), len(mapped("memfd:test")), 0
             for _ in range(300):
-                channel = reader.open(endpoint(owned.endpoint()), deadline=0)
+                channel = reader.open(endpoint(owned.endpoint(PROOF)), deadline=0)
                 try:
                     signal.setitimer(signal.ITIMER_REAL, times.uniform(1e-5, 6e-4))
                     while True:
@@ -102,7 +102,7 @@ def test_an_interrupt_between_taking_a_hold_and_its_use_does_not_keep_it(
     area: Shared, loop: Loop, reader: ShmTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(transport([area.area], loop=loop)) as owned:
-        channel = opened(reader, owned.endpoint())
+        channel = opened(reader, owned.endpoint(PROOF))
         maps, keep = len(mapped("memfd:test")), shm_memory.PeerMemory.keep
 
         def interrupted(memory: shm_memory.PeerMemory, user: object) -> bool:
@@ -125,7 +125,7 @@ def test_a_channel_closed_before_the_answer_leaves_nothing(area: Shared, loop: L
         closing(transport([area.area])) as silent,
     ):
         fds = len(os.listdir("/proc/self/fd"))
-        channel = reader.open(endpoint(silent.endpoint()), deadline=0)
+        channel = reader.open(endpoint(silent.endpoint(PROOF)), deadline=0)
         began, ended = time.monotonic(), list[float]()
 
         def wait() -> None:

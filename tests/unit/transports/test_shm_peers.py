@@ -27,7 +27,7 @@ from llm_datadist.transports import shm_memory, shm_owner
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import Fault, FaultKind, TransportUnavailable
 from llm_datadist.transports.shm import ShmChannel, ShmTransport
-from tests.support.local_pair import Loop
+from tests.support.local_pair import PROOF, Loop
 from tests.support.shm_pair import MIB, Reader, Shared, ShmOwner, endpoint, settle, transport
 from tests.support.world import wait_until
 
@@ -154,7 +154,7 @@ def test_a_peer_that_closes_instead_of_answering(reader: ShmTransport) -> None:
     channel.close()
 
 
-def test_a_refusal_by_a_peer_that_has_not_read_the_secret(reader: ShmTransport) -> None:
+def test_a_refusal_by_a_peer_that_has_not_read_the_proof(reader: ShmTransport) -> None:
     """The kernel reports a reset before it gives the message."""
     channel = lied_to(reader, lambda sock: sock.send(b"\1for a reason"), listening=False)
     assert channel.refusal == "the peer refused: for a reason"
@@ -169,11 +169,11 @@ def lied_to(
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(name)
         listener.listen(1)
-        blob = altered(reader.endpoint(), name=name, areas=[(4096, MIB)])
+        blob = altered(reader.endpoint(PROOF), name=name, areas=[(4096, MIB)])
         channel = reader.open(endpoint(blob), deadline=0)
         sock, _ = listener.accept()
         with sock:
-            assert not listening or len(sock.recv(100)) == 16
+            assert not listening or sock.recv(100) == PROOF
             answer(sock)
         settle(channel)
     return channel
@@ -192,7 +192,7 @@ def test_a_reader_without_descriptors_says_so(area: Shared, loop: Loop) -> None:
         closing(transport([area.area], loop=loop)) as owned,
         closing(Reader([area.area], Movers(0), deaf=True)) as reader,
     ):
-        channel = reader.open(endpoint(owned.endpoint()), deadline=0)
+        channel = reader.open(endpoint(owned.endpoint(PROOF)), deadline=0)
         assert wait_until(lambda: any(owned._giver._readers.values()), WAIT_S)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         spare = os.dup(0)
@@ -221,7 +221,7 @@ def test_an_area_that_cannot_be_mapped_here(
 
     monkeypatch.setattr(shm_memory, "map_memory", refuse)
     with closing(transport([area.area], loop=loop)) as owned:
-        channel = opened(reader, owned.endpoint())
+        channel = opened(reader, owned.endpoint(PROOF))
         assert "cannot be mapped: [Errno 12]" in channel.refusal
         assert not channel.covers(extents([area.area.address], [(0, 8)]))
 
@@ -264,7 +264,7 @@ def test_t3_large_memory_is_unmapped_by_nobody_who_waits(
         closing(Shared(128 * MIB)) as large,
         closing(transport([area.area, large.area], loop=loop)) as owned,
     ):
-        channel = opened(reader, owned.endpoint())
+        channel = opened(reader, owned.endpoint(PROOF))
         maps = len(mapped("memfd:test"))
         monkeypatch.setattr(shm_memory, "unmap", slow)
         channel.close()
@@ -277,7 +277,7 @@ def test_t3_large_memory_is_unmapped_by_nobody_who_waits(
 def test_f1_a_child_of_the_reader_has_none_of_it(area: Shared, loop: Loop) -> None:
     others = set(filter(is_open_socket, os.listdir("/proc/self/fd")))
     with closing(transport([area.area], loop=loop)) as owned, closing(transport([area.area])) as reader:
-        channel = opened(reader, owned.endpoint())
+        channel = opened(reader, owned.endpoint(PROOF))
         pid = os.fork()
         if not pid:
             reader.close_after_fork()

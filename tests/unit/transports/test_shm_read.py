@@ -23,7 +23,7 @@ from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import FaultKind, Progress
 from llm_datadist.transports.shm import ShmChannel
 from llm_datadist.transports.shm_areas import Box
-from tests.support.local_pair import Loop, nothing
+from tests.support.local_pair import PROOF, Loop, nothing
 from tests.support.memory import PAGE
 from tests.support.shm_pair import MIB, Shared, endpoint, settle, transport
 
@@ -40,7 +40,7 @@ class Rig:
         self.movers.offer(nothing, threads - 1)  # starts them now, before a test counts its threads
         self.transport = transport([self.there.area, self.here.area], self.movers, self.loop)
         self.transport._by_kernel = by_kernel
-        self.channel: ShmChannel = self.transport.open(endpoint(self.transport.endpoint()), deadline=0)
+        self.channel: ShmChannel = self.transport.open(endpoint(self.transport.endpoint(PROOF)), deadline=0)
         settle(self.channel)
 
     def close(self) -> None:

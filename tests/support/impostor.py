@@ -1,0 +1,116 @@
+"""A client that has TCP only, shows what it was told by others as its own, and then offers what is not its own."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+import numpy as np
+
+from llm_datadist._link.connection import ends_of
+from llm_datadist._link.seam import Address
+from llm_datadist._wire.framing import encode
+from llm_datadist._wire.messages import (
+    CacheEntry,
+    Confirm,
+    Done,
+    Established,
+    Identity,
+    KeyRef,
+    Message,
+    Offer,
+    PartReady,
+    Refused,
+    Welcome,
+    Word,
+)
+from llm_datadist._wire.proofs import proof_of
+from tests.support import actors
+from tests.support.raw_links import CHALLENGE, RawPeer, hello
+from tests.support.world import World
+
+SECRET = b"what no peer was told of" * 8
+NBYTES = 1024
+MODEL_ID = 5
+
+
+def keep_secret(w: World) -> int:
+    """The address of something in the memory of a process."""
+    w.extras["secret"] = ctypes.create_string_buffer(SECRET, NBYTES)
+    return ctypes.addressof(w.extras["secret"])
+
+
+def open_destination(w: World) -> None:
+    """A cache that peers may push into."""
+    actors.blocks_cache(w, "dst", model_id=MODEL_ID, accessible=True, tensors=1, dim0=4, stride=NBYTES)
+
+
+def holds_secret(w: World) -> bool:
+    return SECRET in w.held["dst"].whole().tobytes()
+
+
+def told(w: World) -> list[tuple[str, str]]:
+    return [(info.transport, "\n".join(info.reasons)) for info in w.dist.links()]
+
+
+class Impostor(RawPeer):
+    """One connection of it."""
+
+    def greet(
+        self, target_id: int, challenge: bytes = CHALLENGE, cluster_id: int = 9, instance: bytes = b"r" * 16
+    ) -> Message | None:
+        """Hello; what comes back."""
+        me = Identity(cluster_id=cluster_id, instance=instance, role=1, accessible=True)
+        self.say(hello(target_id, me, challenge))
+        return self.hear()
+
+    def welcomed(self, target_id: int, challenge: bytes = CHALLENGE) -> Welcome:
+        welcome = self.greet(target_id, challenge)
+        assert isinstance(welcome, Welcome)
+        return welcome
+
+    def show(self, endpoints: dict[str, bytes]) -> tuple[str, ...]:
+        """By what the other side reads us now."""
+        self.say(Confirm(reads_by=("local",), endpoints={**endpoints, "tcp": b""}))
+        answer = self.hear()
+        assert isinstance(answer, Established), answer
+        return answer.reads_by
+
+    def proof(self, welcome: Welcome) -> bytes:
+        """What the other side looks for."""
+        return proof_of(welcome.challenge, ends_of(self.sock))
+
+    def offer(self, address: int) -> Message | None:
+        """Offers that memory as the source of a push; what comes of it."""
+        value = struct.unpack_from("<Q", SECRET)[0]
+        entry = CacheEntry(
+            cache_id=7, is_blocks=True, num_tensors=1, dim0=4, stride_nbytes=NBYTES, word=Word()
+        )
+        self._send_offer(entry, address)
+        self.say(
+            PartReady(
+                id=2,
+                offer_id=1,
+                part=0,
+                lease_id=1,
+                lease=Word(address=address, value=value),
+                time_left_ms=2000,
+            )
+        )
+        while (answer := self.hear()) is not None and not isinstance(answer, (Done, Refused)):
+            pass
+        return answer
+
+    def _send_offer(self, entry: CacheEntry, address: int) -> None:
+        target = KeyRef(kind="blocks", model_id=MODEL_ID)
+        offer = Offer(id=1, kind="blocks", source=entry, target=target, part_tensors=1)
+        self.send(offer, [address], [0], [0], [])
+
+    def send(self, message: Any, *arrays: list[int]) -> None:
+        chunks = encode(message, [np.array(array, dtype="<u8").tobytes() for array in arrays])
+        self.sock.sendall(b"".join(bytes(chunk) for chunk in chunks))
+
+
+def impostor(address: tuple[str, int]) -> Impostor:
+    return Impostor(Address(*address))
