@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import msgspec
 import pytest
 
 from llm_datadist import LLMStatusCode
-from llm_datadist._wire.messages import Done, Refused, Welcome
+from llm_datadist._wire.messages import Done, Refused, Welcome, Withdraw
+from llm_datadist.transports.movers import Movers
 from tests.support import actors
 from tests.support.allocated import pool
 from tests.support.impostor import (
+    SECRET,
     Impostor,
     holds_secret,
     impostor,
@@ -19,6 +23,7 @@ from tests.support.impostor import (
     open_destination,
     told,
 )
+from tests.support.local_pair import Loop, transport
 from tests.support.peers import Peer
 from tests.support.pool import Spawner
 from tests.support.proxies import proxy
@@ -43,6 +48,7 @@ class Scene:
         """Shows these to the victim, offers memory of ``owner``; the reasons in the victim's ``links()``."""
         secret = owner.call(keep_secret)
         reads_by = client.show(endpoints)
+        client.publish(secret)
         answer = client.offer(secret)
         assert not self.victim.call(holds_secret)
         assert not isinstance(answer, Done) or answer.code != LLMStatusCode.LLM_SUCCESS
@@ -117,6 +123,7 @@ def test_g16_pools_of_another_process(spawn: Spawner, whose: str) -> None:
         secret = getattr(scene, whose).call(keep_secret)
         blob = _altered(shown.endpoints["shm"], client.proof(welcome))
         client.show({"shm": blob, "words": blob})
+        client.publish(secret)
         client.offer(secret)
         assert not scene.victim.call(holds_secret)
         ((_, reasons),) = scene.victim.call(told)
@@ -157,3 +164,43 @@ def test_g16_a_proxy_between_two_engines_of_a_host_means_tcp(spawn: Spawner) -> 
             ((transport, reasons),) = peer.call(told)
             assert transport == "tcp" and "local: " in reasons and "a proxy" in reasons
         scene.other.call(actors.unlink, [VICTIM])
+
+
+# ---- what an offer may read ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def honest(scene: Scene) -> Iterator[Impostor]:
+    """A peer made of a bare socket that shows its own memory, as it should."""
+    with closing(Loop()) as loop, closing(transport(Movers(0), loop)) as local, impostor(scene.at[0]) as peer:
+        proof = peer.proof(peer.welcomed(VICTIM))
+        assert peer.show({"local": local.endpoint(proof)}) == ("local",)
+        local.hide(proof)
+        yield peer
+
+
+def test_g16_an_honest_peer_is_read(scene: Scene, honest: Impostor) -> None:
+    """What the attacks lack."""
+    mine = ctypes.create_string_buffer(SECRET, 1024)
+    honest.publish(ctypes.addressof(mine))
+    answer = honest.offer(ctypes.addressof(mine))
+    assert isinstance(answer, Done) and answer.code == LLMStatusCode.LLM_SUCCESS
+    assert scene.victim.call(holds_secret)
+
+
+@pytest.mark.parametrize("withdrawn", [False, True])
+def test_g16_an_offer_reads_nothing_that_was_not_published(
+    scene: Scene, honest: Impostor, withdrawn: bool
+) -> None:
+    mine = ctypes.create_string_buffer(SECRET, 1024)
+    if withdrawn:
+        honest.publish(ctypes.addressof(mine))
+        honest.say(Withdraw(cache_ids=(7,)))
+    assert honest.offer(ctypes.addressof(mine)) is None, "the link ends"
+    assert not scene.victim.call(holds_secret)
+    assert scene.victim.call(actors.links) == []
+    with impostor(scene.at[0]) as again:
+        again.show({name: b"" for name in again.welcomed(VICTIM).endpoints if name == "tcp"})
+        again.publish(ctypes.addressof(mine))
+        answer = again.offer(ctypes.addressof(mine), source_id=8)
+        assert answer is None, "what was published on another link, or as another cache, is not here"

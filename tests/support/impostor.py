@@ -21,6 +21,7 @@ from llm_datadist._wire.messages import (
     Message,
     Offer,
     PartReady,
+    Publish,
     Refused,
     Welcome,
     Word,
@@ -81,13 +82,19 @@ class Impostor(RawPeer):
         """What the other side looks for."""
         return proof_of(welcome.challenge, ends_of(self.sock))
 
-    def offer(self, address: int) -> Message | None:
-        """Offers that memory as the source of a push; what comes of it."""
-        value = struct.unpack_from("<Q", SECRET)[0]
+    def publish(self, address: int) -> None:
+        """Says that cache 7 of its own is there."""
         entry = CacheEntry(
             cache_id=7, is_blocks=True, num_tensors=1, dim0=4, stride_nbytes=NBYTES, word=Word()
         )
-        self._send_offer(entry, address)
+        self.send(Publish(entry=entry), [address])
+
+    def offer(self, address: int, source_id: int = 7) -> Message | None:
+        """Offers it as the source of a push; what comes of it."""
+        value = struct.unpack_from("<Q", SECRET)[0]
+        target = KeyRef(kind="blocks", model_id=MODEL_ID)
+        offer = Offer(id=1, kind="blocks", source_id=source_id, target=target, part_tensors=1)
+        self.send(offer, [0], [0], [])
         self.say(
             PartReady(
                 id=2,
@@ -101,11 +108,6 @@ class Impostor(RawPeer):
         while (answer := self.hear()) is not None and not isinstance(answer, (Done, Refused)):
             pass
         return answer
-
-    def _send_offer(self, entry: CacheEntry, address: int) -> None:
-        target = KeyRef(kind="blocks", model_id=MODEL_ID)
-        offer = Offer(id=1, kind="blocks", source=entry, target=target, part_tensors=1)
-        self.send(offer, [address], [0], [0], [])
 
     def send(self, message: Any, *arrays: list[int]) -> None:
         chunks = encode(message, [np.array(array, dtype="<u8").tobytes() for array in arrays])

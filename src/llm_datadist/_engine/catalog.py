@@ -14,7 +14,7 @@ from llm_datadist._core.layout import Layout
 from llm_datadist._core.registry import KeyName, Record, key_of
 from llm_datadist._core.segments import U64
 from llm_datadist._engine.settling import settle
-from llm_datadist._engine.state import State, describe
+from llm_datadist._engine.state import State, describe, peer_of
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._logs import get_logger
 from llm_datadist._wire.messages import Announce, Withdraw
@@ -270,6 +270,8 @@ class Catalog:
                 return
         if state.regions.renew(cache_id, record.addresses, record.layout.tensor_nbytes):
             with state.lock:
+                for link in state.by_token.values():  # with the old token
+                    peer_of(link).published.drop(cache_id)
                 told = self.announce(record) if state.registry.get(cache_id) is record else []
             flush(told)
 
@@ -327,16 +329,18 @@ class Catalog:
         return self._withdraw(*self._state.registry.records())
 
     def _withdraw(self, *records: Record) -> list[Link]:
-        known = tuple(r.cache_id for r in records if r.remote_accessible)
-        if not self._state.accessible or not known:
-            return []
+        state = self._state
+        known = [r.cache_id for r in records if state.accessible and r.remote_accessible]
         told = []
-        for link in self._state.by_token.values():
+        for link in state.by_token.values():
+            published = peer_of(link).published
+            gone = {*known, *(r.cache_id for r in records if published.drop(r.cache_id))}
             try:
-                link.post(Withdraw(cache_ids=known))
+                if gone:
+                    link.post(Withdraw(cache_ids=tuple(gone)))
+                    told.append(link)
             except LinkLost:
                 continue
-            told.append(link)
         return told
 
 

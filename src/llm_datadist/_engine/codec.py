@@ -91,6 +91,11 @@ def remote_cache(entry: CacheEntry, addresses: Buffer, *, by_address: bool) -> R
     )
 
 
+def published_nbytes(entry: CacheEntry, addresses: Buffer) -> int:
+    """What a published cache counts; the same for both sides."""
+    return len(addresses) + len(entry.token)
+
+
 def layout_of(entry: CacheEntry) -> Layout:
     """The sizes of a peer's cache."""
     if not (0 < entry.num_tensors < _UINT32 and 0 < entry.dim0 < _INT64 and 0 < entry.stride_nbytes < _INT64):

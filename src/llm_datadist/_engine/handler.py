@@ -38,6 +38,7 @@ from llm_datadist._wire.messages import (
     Offer,
     PartReady,
     Pong,
+    Publish,
     Release,
     Resolve,
     Settle,
@@ -166,6 +167,8 @@ class Handler:
                 self._responder.release(link, message)
             case Lookup():
                 self._responder.lookup(link, message)
+            case Publish():
+                self._receiver.published(link, frame, message)
             case Offer():
                 self._receiver.offer(link, frame, message)
             case PartReady():
@@ -184,6 +187,7 @@ class Handler:
                 with self._state.lock:
                     for cache_id in message.cache_ids:
                         peer_of(link).table.drop(cache_id)
+                        peer_of(link).sources.drop(cache_id)
             case Notify():
                 self._notifications.received(link, message)
             case EndNotify():

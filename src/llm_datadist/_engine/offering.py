@@ -16,9 +16,9 @@ from llm_datadist._core.registry import KeyName, Record
 from llm_datadist._core.requests import Layers
 from llm_datadist._core.segments import U64
 from llm_datadist._engine import codec
-from llm_datadist._engine.state import State, tell
+from llm_datadist._engine.state import State, peer_of, tell
 from llm_datadist._link.link import Link, Pending
-from llm_datadist._wire.messages import EndOffer, Offer, PartReady
+from llm_datadist._wire.messages import EndOffer, Offer, PartReady, Publish, Withdraw
 
 _FOR_EVER = float("inf")  # these leases end when we end them
 
@@ -94,12 +94,12 @@ class Offering:
             tell(self._link, EndOffer(offer_id=self._offer_id))
 
     def _post(self) -> None:
-        terms, record = self._terms, self._record
-        source, addresses = self._state.shown_to(self._link, record)
+        """Under the lock, so that nothing takes the source back between its publication and the offer."""
+        terms = self._terms
         offer = Offer(
             id=self._offer_id,
             kind=terms.kind,
-            source=source,
+            source_id=self._record.cache_id,
             source_batch=terms.source_batch,
             target=codec.key_ref(*terms.target) if terms.target else None,
             src_layers=codec.layers_pair(terms.layers.src),
@@ -110,5 +110,23 @@ class Offering:
             notify=(terms.notice.name, terms.notice.message) if terms.notice else None,
         )
         arrays = (terms.src_blocks, terms.dst_blocks, terms.addresses)
-        self._posted = True
-        self._link.post(offer, [addresses, *(codec.raw(a) for a in arrays)])
+        with self._state.lock:
+            self._publish()
+            self._posted = True
+            self._link.post(offer, [codec.raw(a) for a in arrays])
+            if self._state.registry.get(self._record.cache_id) is None:
+                self._take_back()
+
+    def _publish(self) -> None:
+        """The peer may read that cache for our offers, unless it has been told before. The caller holds the lock."""
+        record, published = self._record, peer_of(self._link).published
+        if published.use(record.cache_id) == record.word.value:
+            return
+        entry, addresses = self._state.shown_to(self._link, record)
+        self._link.post(Publish(entry=entry), [addresses])
+        published.put(record.cache_id, record.word.value, codec.published_nbytes(entry, addresses))
+
+    def _take_back(self) -> None:
+        """It is being unregistered, and waits for us: nobody else will say that it has gone."""
+        self._link.post(Withdraw(cache_ids=(self._record.cache_id,)))
+        peer_of(self._link).published.drop(self._record.cache_id)

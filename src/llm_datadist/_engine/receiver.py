@@ -32,7 +32,7 @@ from llm_datadist._engine.state import State, describe, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._logs import get_logger
 from llm_datadist._wire.framing import Frame, ProtocolError
-from llm_datadist._wire.messages import Done, EndOffer, Offer, PartReady
+from llm_datadist._wire.messages import Done, EndOffer, Offer, PartReady, Publish
 from llm_datadist.status import (
     CacheNotExistError,
     LLMException,
@@ -97,15 +97,25 @@ class Receiver:
 
     # ---- messages (control thread) ---------------------------------------------------------------------
 
+    def published(self, link: Link, frame: Frame, message: Publish) -> None:
+        """Offers of that peer may read this cache from now on."""
+        entry, addresses = message.entry, codec.attachment(frame, 0)
+        if entry.keys:
+            raise ProtocolError(f"cache {entry.cache_id} was published with keys")
+        cache = codec.remote_cache(entry, addresses, by_address=peer_of(link).by_address)
+        with self._state.lock:
+            peer_of(link).sources.put(cache.cache_id, cache, codec.published_nbytes(entry, addresses))
+
     def offer(self, link: Link, frame: Frame, message: Offer) -> None:
         """Notes an offer; its parts come next."""
         offers = peer_of(link).offers
         if len(offers) >= _MAX_OFFERS:
             raise ProtocolError(f"more than {_MAX_OFFERS} open offers")
-        src_blocks, dst_blocks, addresses = (codec.u64(codec.attachment(frame, at)) for at in range(1, 4))
-        source = codec.remote_cache(
-            message.source, codec.attachment(frame, 0), by_address=peer_of(link).by_address
-        )
+        src_blocks, dst_blocks, addresses = (codec.u64(codec.attachment(frame, at)) for at in range(3))
+        with self._state.lock:
+            source = peer_of(link).sources.use(message.source_id)
+        if source is None:
+            raise ProtocolError(f"offer of cache {message.source_id}, which is not published on this link")
         if message.part_tensors < 1 or message.kind not in ("cache", "blocks", "layers"):
             raise ProtocolError(
                 f"offer of kind {message.kind!r} with parts of {message.part_tensors} tensors"

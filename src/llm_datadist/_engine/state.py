@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from llm_datadist._core.leases import Leases
 from llm_datadist._core.options import Options
 from llm_datadist._core.registry import GenerationWord, KeyName, Record, Registry
-from llm_datadist._core.remote_table import RemoteTable
+from llm_datadist._core.remote_table import RemoteCache, RemoteTable
+from llm_datadist._core.sources import Sources
 from llm_datadist._engine import codec
 from llm_datadist._engine.flights import Flights
 from llm_datadist._engine.pools import Pools
@@ -55,6 +56,8 @@ class Peer:
     words: WordChannel | None = None  # on which words are read faster than on the way of the bytes
     table: RemoteTable = field(default_factory=RemoteTable)
     routes: Routes = field(default_factory=Routes)
+    published: Sources[int] = field(default_factory=Sources)  # of ours for our offers: the word of each
+    sources: Sources[RemoteCache] = field(default_factory=Sources)  # of the peer's for its offers
     offers: dict[int, object] = field(default_factory=dict)
     closing: bool = False  # an unlink is being agreed: no new transfers of ours
     unlinked: bool = False  # the peer was told that it may drop the link

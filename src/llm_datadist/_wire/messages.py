@@ -242,7 +242,7 @@ class Announce(Message, frozen=True, kw_only=True):
 
 
 class Withdraw(Message, frozen=True, kw_only=True):
-    """Mode B: these caches have left my table."""
+    """These caches have left my table (mode B), and are published no more."""
 
     cache_ids: tuple[int, ...]
 
@@ -250,15 +250,25 @@ class Withdraw(Message, frozen=True, kw_only=True):
 # ---- pushes --------------------------------------------------------------------------------------------
 
 
+class Publish(Message, frozen=True, kw_only=True):
+    """This cache of mine may be the source of offers on this link. Attachment 0 as in Grant.
+
+    In place of what the cache was published with before. See ``_core.sources`` for how long it stays.
+    """
+
+    entry: CacheEntry
+
+
 class Offer(Message, frozen=True, kw_only=True):
     """A push, or a layer-wise task for one peer: what may be read of the sender, and where it shall go.
 
-    Not answered: each PartReady of it is. Attachments: 0 source tensor addresses (empty unless the reader is
-    one-sided), 1 source block indices, 2 destination block indices, 3 raw destination addresses (empty:
-    by ``target``); all uint64. Layer ranges are [start, stop) in layers; None = all tensors.
+    Not answered: each PartReady of it is. Attachments: 0 source block indices, 1 destination block indices,
+    2 raw destination addresses (empty: by ``target``); all uint64. Layer ranges are [start, stop) in layers;
+    None = all tensors.
 
     Attributes:
         kind: "cache", "blocks" or "layers": which rules of the contract apply.
+        source_id: A cache of the sender that is published.
         source_batch: Source slot when there are no source blocks.
         unit_nbytes: Bytes between two destination blocks ("layers" only; 0 = the source's block bytes).
         part_tensors: Tensors that each part moves; parts come in order.
@@ -267,7 +277,7 @@ class Offer(Message, frozen=True, kw_only=True):
 
     id: int
     kind: str
-    source: CacheEntry
+    source_id: int
     source_batch: int = 0
     target: KeyRef | None = None
     src_layers: tuple[int, int] | None = None
@@ -343,5 +353,5 @@ AnyMessage = (
     Hello | Welcome | Confirm | Established | Refused | DataHello
     | Heartbeat | Ping | Pong | Bye | Unlink | Settle | Done
     | Resolve | Grant | Release | Lookup | Found | Announce | Withdraw
-    | Offer | PartReady | EndOffer | Notify | EndNotify | NeedConnections
+    | Publish | Offer | PartReady | EndOffer | Notify | EndNotify | NeedConnections
 )  # fmt: skip

@@ -344,8 +344,8 @@ class Session:
 
 
 _FOR_THE_ENGINE = (
-    m.Unlink, m.Settle, m.Resolve, m.Release, m.Lookup, m.Announce, m.Withdraw, m.Offer, m.PartReady, m.EndOffer,
-    m.Notify, m.EndNotify, m.NeedConnections,
+    m.Unlink, m.Settle, m.Resolve, m.Release, m.Lookup, m.Announce, m.Withdraw, m.Publish, m.Offer, m.PartReady,
+    m.EndOffer, m.Notify, m.EndNotify, m.NeedConnections,
 )  # fmt: skip
 
 TRANSITIONS: dict[tuple[State, type[m.Message]], Action] = {
