@@ -16,7 +16,9 @@ import numpy as np
 from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.transports.seam import TransportUnavailable
 
-SLOTS = 1024  # handshakes at the same time; pages that are never used take no memory
+SLOTS = (
+    1 << 14
+)  # handshakes at the same time: more than connections, mostly; what is never used takes no memory
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK
 
 
@@ -35,7 +37,8 @@ class ProofPage:
             self._memory.madvise(_WIPE_ON_FORK)
         self.address = int(np.frombuffer(self._memory, dtype=np.uint8).ctypes.data)
         self._lock = threading.Lock()
-        self._free = list(range(SLOTS - 1, -1, -1))
+        self._free: list[int] = []
+        self._never_used = 0
         self._slots: dict[bytes, int] = {}
 
     def show(self, proof: bytes) -> int:
@@ -49,9 +52,7 @@ class ProofPage:
         with self._lock:
             slot = self._slots.get(proof)
             if slot is None:
-                if not self._free:
-                    raise TransportUnavailable(f"{SLOTS} handshakes are under way, which is the most")
-                slot = self._slots[proof] = self._free.pop()
+                slot = self._slots[proof] = self._take()
                 self._write(slot, proof)
             return slot
 
@@ -66,9 +67,19 @@ class ProofPage:
     def close(self) -> None:
         """Unmaps it."""
         with self._lock:
-            self._free.clear()
+            self._free, self._never_used = [], SLOTS
             self._slots.clear()
             self._memory.close()
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        if self._never_used == SLOTS:
+            raise TransportUnavailable(
+                f"{SLOTS} handshakes are under way, which is the most, or this is closed"
+            )
+        self._never_used += 1
+        return self._never_used - 1
 
     def _write(self, slot: int, content: bytes) -> None:
         at = slot * PROOF_NBYTES

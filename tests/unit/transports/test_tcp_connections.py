@@ -98,6 +98,17 @@ def test_a_connection_of_an_unknown_link_is_closed(rig: Rig) -> None:
         assert sock.recv(1) == b""
 
 
+@pytest.mark.parametrize("peer_reads", [True, False])
+def test_g16_the_side_that_dialled_a_link_takes_no_connection_of_it_in(rig: Rig, peer_reads: bool) -> None:
+    """Not even of one that knows the secret: data connections are dialled by the side that dialled the link."""
+    assert rig.channel.dialled
+    left, right = socket.socketpair()
+    with left:
+        rig.reader.adopt(right, rig.token, peer_reads, b"")
+        left.settimeout(CALL_S)
+        assert left.recv(1) == b""
+
+
 def test_an_owner_that_speaks_unasked_is_cut_off(rig: Rig) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         left = socket.create_connection(listener.getsockname())
