@@ -15,6 +15,7 @@ from llm_datadist._link.link import Link
 from llm_datadist._link.seam import Address, Target, Unusable
 from llm_datadist._wire.messages import (
     PROTOCOL_VERSION,
+    Hello,
     Message,
     Refused,
     Welcome,
@@ -157,6 +158,28 @@ def test_l4_an_answer_with_another_id_is_refused_by_the_dialler() -> None:
         assert "cluster 5" in (a.service.link_error(5) or "") and "cluster 7" in (
             a.service.link_error(5) or ""
         )
+
+
+def test_g16_an_answer_that_says_it_is_me_must_come_from_here() -> None:
+    """Who is dialled by a cluster as itself hands back what it was told."""
+    with Engine(1) as a, listening_socket() as (sock, address):
+
+        def answer() -> None:
+            with RawPeer(sock=sock.accept()[0]) as peer:
+                heard = peer.hear()
+                assert isinstance(heard, Hello)
+                peer.say(Welcome(identity=heard.identity, seed=b"t" * 16, challenge=b"c" * 16))
+                answers.append(peer.hear())
+
+        answers: list[Message | None] = []
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert a.service.dial([Target(1, address)], 3) == [FAILED]
+        thread.join()
+        assert isinstance(answers[0], Refused)
+        assert "this very process" in (a.service.link_error(1) or "")
+        assert not a.notes.prepared and not a.notes.shown
+        assert a.service.dial([a.target], 3) == [OK]
 
 
 def test_sides_that_differ_in_mode_are_refused() -> None:

@@ -14,9 +14,11 @@ from llm_datadist._wire.messages import Done, Refused, Welcome, Withdraw
 from llm_datadist.transports.movers import Movers
 from tests.support import actors
 from tests.support.allocated import pool
+from tests.support.engines import Engines
 from tests.support.impostor import (
     SECRET,
     Impostor,
+    has_no_link,
     holds_secret,
     impostor,
     keep_secret,
@@ -198,9 +200,25 @@ def test_g16_an_offer_reads_nothing_that_was_not_published(
         honest.say(Withdraw(cache_ids=(7,)))
     assert honest.offer(ctypes.addressof(mine)) is None, "the link ends"
     assert not scene.victim.call(holds_secret)
-    assert scene.victim.call(actors.links) == []
+    assert scene.victim.call(has_no_link)
     with impostor(scene.at[0]) as again:
         again.show({name: b"" for name in again.welcomed(VICTIM).endpoints if name == "tcp"})
         again.publish(ctypes.addressof(mine))
         answer = again.offer(ctypes.addressof(mine), source_id=8)
         assert answer is None, "what was published on another link, or as another cache, is not here"
+
+
+def test_g16_who_says_that_it_is_an_engine_of_this_process_learns_nothing_of_it() -> None:
+    """Whether a source and a destination overlap is looked up with that engine if it has the other end of the link."""
+    with Engines("B", "tcp", timeout_ms=300) as engines:
+        victim, other = engines.make(VICTIM), engines.make(OTHER)
+        _, memory = engines.blocks(victim, model_id=5)
+        shared = engines.register(other, memory)
+        assert other._engine is not None and victim.listen_address is not None
+        with impostor(victim.listen_address) as client:
+            assert isinstance(client.greet(VICTIM, instance=other._engine._instance), Welcome)
+            client.show({})
+            client.publish(0, cache_id=shared.cache_id, tensors=4, stride=64)
+            answer = client.offer(0, shared.cache_id, tensors=4)
+        assert isinstance(answer, Done) and answer.code != LLMStatusCode.LLM_SUCCESS
+        assert "overlaps" not in answer.text

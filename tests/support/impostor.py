@@ -29,7 +29,7 @@ from llm_datadist._wire.messages import (
 from llm_datadist._wire.proofs import proof_of
 from tests.support import actors
 from tests.support.raw_links import CHALLENGE, RawPeer, hello
-from tests.support.world import World
+from tests.support.world import World, wait_until
 
 SECRET = b"what no peer was told of" * 8
 NBYTES = 1024
@@ -53,6 +53,11 @@ def holds_secret(w: World) -> bool:
 
 def told(w: World) -> list[tuple[str, str]]:
     return [(info.transport, "\n".join(info.reasons)) for info in w.dist.links()]
+
+
+def has_no_link(w: World) -> bool:
+    """Soon: its peer sees the end first."""
+    return wait_until(lambda: not w.dist.links())
 
 
 class Impostor(RawPeer):
@@ -82,18 +87,23 @@ class Impostor(RawPeer):
         """What the other side looks for."""
         return proof_of(welcome.challenge, ends_of(self.sock))
 
-    def publish(self, address: int) -> None:
-        """Says that cache 7 of its own is there."""
+    def publish(self, address: int, cache_id: int = 7, tensors: int = 1, stride: int = NBYTES) -> None:
+        """Says that a cache of its own is there."""
         entry = CacheEntry(
-            cache_id=7, is_blocks=True, num_tensors=1, dim0=4, stride_nbytes=NBYTES, word=Word()
+            cache_id=cache_id,
+            is_blocks=True,
+            num_tensors=tensors,
+            dim0=4,
+            stride_nbytes=stride,
+            word=Word(),
         )
-        self.send(Publish(entry=entry), [address])
+        self.send(Publish(entry=entry), [address] * tensors)
 
-    def offer(self, address: int, source_id: int = 7) -> Message | None:
+    def offer(self, address: int, source_id: int = 7, tensors: int = 1) -> Message | None:
         """Offers it as the source of a push; what comes of it."""
         value = struct.unpack_from("<Q", SECRET)[0]
         target = KeyRef(kind="blocks", model_id=MODEL_ID)
-        offer = Offer(id=1, kind="blocks", source_id=source_id, target=target, part_tensors=1)
+        offer = Offer(id=1, kind="blocks", source_id=source_id, target=target, part_tensors=tensors)
         self.send(offer, [0], [0], [])
         self.say(
             PartReady(

@@ -27,11 +27,10 @@ def check_apart(state: State, link: Link, cache_id: int, part: CacheSlice, desti
     if owner is None:
         return
     with owner.lock:
-        if (
-            link.token not in owner.by_token
-        ):  # one that only says so; an engine of this process has the other end
-            return
-        record = owner.registry.get(cache_id)
+        is_it = (
+            link.token in owner.by_token
+        )  # else that engine has no end of this link: the peer only says so
+        record = owner.registry.get(cache_id) if is_it else None
     if record is None or part.first_tensor + part.tensor_count > record.layout.num_tensors:
         return  # the read itself finds that it is stale
     if overlaps(part.extents(record.addresses), destination):
