@@ -22,8 +22,8 @@ class Finalizable(Protocol):
         """Ends it; idempotent."""
 
 
-new_life_lock = threading.RLock
-"""Makes the lock that orders init and finalize of one object; re-entrant for signal handlers."""
+new_life_lock = threading.Lock
+"""Makes the lock that orders init and finalize of one object."""
 
 _lock = threading.Lock()
 _live: dict[int, Finalizable] = {}

@@ -11,6 +11,7 @@ from typing import Any
 
 from llm_datadist._core.indices import as_indices
 from llm_datadist._core.requests import CopyBlocks, CopyCache, SwapBlocks
+from llm_datadist._engine.errands import Errand, handed_in
 from llm_datadist.caches import Cache, CacheDesc, MemInfo
 from llm_datadist.checks import check_int64, check_isinstance, check_list_uint64, check_uint32, check_uint64
 from llm_datadist.enums import Placement
@@ -26,13 +27,14 @@ class CacheManager(Transfers):
 
     # ---- memory of the caller ------------------------------------------------------------------------
 
+    @handed_in
     def register_cache(
         self,
         cache_desc: CacheDesc,
         addrs: Sequence[int],
         cache_keys: Sequence[CacheKey] = (),
         remote_accessible: bool | None = None,
-    ) -> Cache:
+    ) -> Errand[Cache]:
         """Makes memory of the caller a cache; dim 0 counts slots.
 
         Args:
@@ -54,13 +56,14 @@ class CacheManager(Transfers):
         keys = entries_of("cache_keys", cache_keys, CacheKey)
         return engine.register(cache_desc, addresses, keys, False, remote_accessible)
 
+    @handed_in
     def register_blocks_cache(
         self,
         cache_desc: CacheDesc,
         addrs: Sequence[int],
         blocks_cache_key: BlocksCacheKey | None = None,
         remote_accessible: bool | None = None,
-    ) -> Cache:
+    ) -> Errand[Cache]:
         """Makes memory of the caller a paged cache; dim 0 counts blocks.
 
         Args:
@@ -82,7 +85,8 @@ class CacheManager(Transfers):
         key = _checked_blocks_key(blocks_cache_key)
         return engine.register(cache_desc, addresses, key, True, remote_accessible)
 
-    def unregister_cache(self, cache_id: int) -> None:
+    @handed_in
+    def unregister_cache(self, cache_id: int) -> Errand[None]:
         """Ends a cache; an unknown id is fine. When it returns, the memory may be freed.
 
         An allocated cache is freed at once, whatever keys find it.
@@ -92,9 +96,10 @@ class CacheManager(Transfers):
             ValueError: Outside int64.
         """
         engine = self._live()
-        engine.unregister(check_int64("cache_id", cache_id))
+        return engine.unregister(check_int64("cache_id", cache_id))
 
-    def remap_registered_memory(self, mem_infos: MemInfo | Sequence[MemInfo]) -> None:
+    @handed_in
+    def remap_registered_memory(self, mem_infos: MemInfo | Sequence[MemInfo]) -> Errand[None]:
         """Tells that memory was mapped anew: its caches are checked again, and peers must look again.
 
         Reads that began before fail with LLM_KV_CACHE_NOT_EXIST at the peer; ids and keys stay.
@@ -113,11 +118,12 @@ class CacheManager(Transfers):
         ranges = entries_of("mem_infos", mem_infos, MemInfo)
         if not ranges:
             raise ParamInvalidError("mem_infos is empty; name at least one range")
-        engine.remap(ranges)
+        return engine.remap(ranges)
 
     # ---- memory of a pool ----------------------------------------------------------------------------
 
-    def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Sequence[CacheKey] = ()) -> Cache:
+    @handed_in
+    def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Sequence[CacheKey] = ()) -> Errand[Cache]:
         """Makes a cache in the pool of its placement; peers may name it in both modes.
 
         It lives until ``deallocate_cache`` and until all its keys are gone: pulled (mode A) or removed.
@@ -138,9 +144,10 @@ class CacheManager(Transfers):
         _check_desc(cache_desc)
         return engine.allocate(cache_desc, entries_of("cache_keys", cache_keys, CacheKey), False)
 
+    @handed_in
     def allocate_blocks_cache(
         self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None
-    ) -> Cache:
+    ) -> Errand[Cache]:
         """Makes a paged cache in the pool of its placement; peers may name it in both modes.
 
         Args:
@@ -159,7 +166,8 @@ class CacheManager(Transfers):
         _check_desc(cache_desc)
         return engine.allocate(cache_desc, _checked_blocks_key(blocks_cache_key), True)
 
-    def deallocate_cache(self, cache: Cache) -> None:
+    @handed_in
+    def deallocate_cache(self, cache: Cache) -> Errand[None]:
         """Gives an allocated cache back; one that keys still find stays until they are gone.
 
         A cache that is not allocated (any more) is fine.
@@ -169,9 +177,10 @@ class CacheManager(Transfers):
             ParamInvalidError: A blocks cache.
         """
         engine = self._live()
-        engine.deallocate(check_isinstance("cache", cache, Cache), False)
+        return engine.deallocate(check_isinstance("cache", cache, Cache), False)
 
-    def deallocate_blocks_cache(self, cache: Cache) -> None:
+    @handed_in
+    def deallocate_blocks_cache(self, cache: Cache) -> Errand[None]:
         """Gives an allocated blocks cache back, after the transfers in flight.
 
         A cache that is not allocated (any more) is fine.
@@ -181,9 +190,10 @@ class CacheManager(Transfers):
             ParamInvalidError: Not a blocks cache.
         """
         engine = self._live()
-        engine.deallocate(check_isinstance("cache", cache, Cache), True)
+        return engine.deallocate(check_isinstance("cache", cache, Cache), True)
 
-    def remove_cache_key(self, cache_key: CacheKey) -> None:
+    @handed_in
+    def remove_cache_key(self, cache_key: CacheKey) -> Errand[None]:
         """Takes a key away from whatever cache it finds; an unknown one is fine, its cluster id is ignored.
 
         Raises:
@@ -191,7 +201,7 @@ class CacheManager(Transfers):
             ParamInvalidError: It has both a req_id and a prefix_id.
         """
         engine = self._live()
-        engine.remove_key(check_isinstance("cache_key", cache_key, CacheKey))
+        return engine.remove_key(check_isinstance("cache_key", cache_key, CacheKey))
 
     def pool_info(self, placement: Placement) -> PoolInfo:
         """What is free and in use in the pool of a placement.

@@ -13,18 +13,22 @@ from typing import TYPE_CHECKING
 from llm_datadist import _instances
 from llm_datadist._core.notices import checked_notice
 from llm_datadist._core.options import Options, parse_options
+from llm_datadist._engine.errands import Call, Desk, Errand, handed_in
 from llm_datadist._logs import get_logger
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.checks import check_isinstance, check_uint64
 from llm_datadist.clusters import Notify
 from llm_datadist.enums import LLMRole
 from llm_datadist.links import Links, checked_timeout, listen_of
-from llm_datadist.status import EngineFinalizedError, ParamInvalidError
+from llm_datadist.status import EngineFinalizedError, ParamInvalidError, TransferTimeoutError
 
 if TYPE_CHECKING:
     from llm_datadist._engine.engine import Engine
 
 _log = get_logger("llm_datadist")
+_LATE_S = (
+    10.0  # an end takes 2 s; not even so long if this thread was interrupted while it held what that needs
+)
 
 
 class LLMDataDist(Links):
@@ -44,6 +48,7 @@ class LLMDataDist(Links):
         self._role: LLMRole = check_isinstance("role", role, LLMRole)
         self._cluster_id = check_uint64("cluster_id", cluster_id)
         self._life_lock = _instances.new_life_lock()
+        self._desk = Desk(f"llm-datadist-life-{cluster_id}")
         self._engine: Engine | None = None
         self._pid: int | None = None  # of the process that this life belongs to
         self._finalized = False
@@ -59,7 +64,8 @@ class LLMDataDist(Links):
         """Its id."""
         return self._cluster_id
 
-    def init(self, options: dict[str, str]) -> None:
+    @handed_in
+    def init(self, options: dict[str, str]) -> Errand[None]:
         """Starts the engine; does nothing when it is started already.
 
         Args:
@@ -73,6 +79,9 @@ class LLMDataDist(Links):
             RuntimeError: The object was initialised by the parent of this forked process.
         """
         self._refuse_other_process()
+        return Errand("init", self._desk, lambda call: self._init(options, call))
+
+    def _init(self, options: dict[str, str], call: Call) -> None:
         with self._life_lock:
             if self._engine is not None:
                 return
@@ -91,14 +100,22 @@ class LLMDataDist(Links):
             self._begin_links(parsed.needs_local_ip)
             self._finalized = False
             self._engine = engine
+            call.on_drop(self._finalize)
 
-    def finalize(self) -> None:
+    @handed_in
+    def finalize(self) -> Errand[None]:
         """Tells the peers and ends the engine; calls it cuts off get LLM_ENGINE_FINALIZED. Idempotent.
 
         Raises:
             RuntimeError: The object was initialised by the parent of this forked process.
         """
         self._refuse_other_process()
+        late = TransferTimeoutError(
+            f"LLMDataDist {self._cluster_id} goes on ending; it is late by {_LATE_S:g} s"
+        )
+        return Errand("finalize", self._desk, lambda call: self._finalize(), (_LATE_S, late), or_here=True)
+
+    def _finalize(self) -> None:
         with self._life_lock:
             engine, self._engine = self._engine, None
             if engine is None:
@@ -137,7 +154,8 @@ class LLMDataDist(Links):
         """Where the engine listens, with the real port; None without a listener."""
         return self._live().listen_address
 
-    def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
+    @handed_in
+    def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> Errand[None]:
         """Takes another role, or the same, and listens where the options say. Caches stay.
 
         Args:
@@ -152,10 +170,16 @@ class LLMDataDist(Links):
         """
         engine = self._live()
         check_isinstance("role", role, LLMRole)
-        engine.switch_role(role, listen_of(switch_options))
-        self._role = role
+        listen = listen_of(switch_options)
 
-    def drain(self, timeout_ms: int) -> None:
+        def job(call: Call) -> None:
+            engine.switch_role(role, listen)
+            self._role = role
+
+        return engine.errand("switch_role", job)
+
+    @handed_in
+    def drain(self, timeout_ms: int) -> Errand[None]:
         """Lets the transfers under way end and begins no new ones: what to do before ``finalize``.
 
         From now on transfers that begin get LLM_LINK_BUSY, here and at peers, also when this raises. Tasks and
@@ -172,9 +196,10 @@ class LLMDataDist(Links):
             LinkBusyError: Transfers are in flight after that time; the text says which.
         """
         engine = self._live()
-        engine.drain(checked_timeout("timeout_ms", timeout_ms))
+        return engine.drain(checked_timeout("timeout_ms", timeout_ms))
 
-    def send_notify(self, remote_cluster_id: int, name: str, message: bytes) -> None:
+    @handed_in
+    def send_notify(self, remote_cluster_id: int, name: str, message: bytes) -> Errand[None]:
         """Puts a notification into a peer's queue; returns when it is there, within sync_kv_timeout.
 
         Args:
@@ -193,7 +218,7 @@ class LLMDataDist(Links):
         """
         engine = self._live()
         cluster_id = check_uint64("remote_cluster_id", remote_cluster_id)
-        engine.send_notify(cluster_id, checked_notice("name", name, "message", message))
+        return engine.send_notify(cluster_id, checked_notice("name", name, "message", message))
 
     def get_notifies(self) -> list[Notify]:
         """All notifications that peers have sent since the last call, in the order of their coming."""

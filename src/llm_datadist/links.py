@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist._core.options import RULE_OF_PROP
+from llm_datadist._engine.errands import Call, Errand, handed_in
 from llm_datadist._logs import get_logger
 from llm_datadist.checks import check_int32, check_isinstance, check_uint32, check_uint64
 from llm_datadist.clusters import LinkInfo, LLMClusterInfo
@@ -39,9 +40,10 @@ class Links:
 
     # ---- dialled by one side -------------------------------------------------------------------------
 
+    @handed_in
     def link_clusters(
         self, clusters: Sequence[LLMClusterInfo], timeout: int = 3000
-    ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+    ) -> Errand[tuple[LLMStatusCode, list[LLMStatusCode]]]:
         """Links with clusters, in parallel.
 
         Args:
@@ -62,6 +64,13 @@ class Links:
         timeout_ms = checked_timeout("timeout", timeout)
         if self._needs_local_ip:
             _check_local_ip(clusters)
+        return engine.errand(
+            "link_clusters", lambda call: self._link_all(engine, ids, clusters, timeout_ms, call)
+        )
+
+    def _link_all(
+        self, engine: Engine, ids: list[int], clusters: Sequence[LLMClusterInfo], timeout_ms: int, call: Call
+    ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
         codes = [LLMStatusCode.LLM_PARAM_INVALID] * len(ids)
         dialled: list[int] = []
         targets: list[tuple[int, tuple[str, int]]] = []
@@ -77,13 +86,14 @@ class Links:
         for cluster_id, _ in targets:
             self._problems.pop(cluster_id, None)
         if targets:
-            for i, code in zip(dialled, engine.link(targets, timeout_ms), strict=True):
+            for i, code in zip(dialled, engine.link(targets, timeout_ms, call), strict=True):
                 codes[i] = code
         return _overall(codes), codes
 
+    @handed_in
     def unlink_clusters(
         self, clusters: Sequence[LLMClusterInfo], timeout: int = 3000, force: bool = False
-    ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+    ) -> Errand[tuple[LLMStatusCode, list[LLMStatusCode]]]:
         """Ends links.
 
         Args:
@@ -103,8 +113,12 @@ class Links:
         ids = _ids_of(clusters)
         timeout_ms = checked_timeout("timeout", timeout)
         check_isinstance("force", force, bool)
-        codes = engine.unlink(ids, timeout_ms, force) if ids else []
-        return _overall(codes), codes
+
+        def job(call: Call) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+            codes = engine.unlink(ids, timeout_ms, force, call) if ids else []
+            return _overall(codes), codes
+
+        return engine.errand("unlink_clusters", job)
 
     def check_link_status(self, remote_cluster_id: int) -> None:
         """Returns when the link answers a ping within sync_kv_timeout.
@@ -131,7 +145,8 @@ class Links:
 
     # ---- made by both sides --------------------------------------------------------------------------
 
-    def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
+    @handed_in
+    def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> Errand[int]:
         """Begins to link with clusters that call this as well; goes on in the background.
 
         Args:
@@ -154,7 +169,8 @@ class Links:
         check_isinstance("rank_table", rank_table, str)
         return engine.link_comm(comm_name, ranks, rank_table)
 
-    def unlink(self, comm_id: int) -> None:
+    @handed_in
+    def unlink(self, comm_id: int) -> Errand[None]:
         """Leaves a comm. A link that nothing else uses goes, after transfers in flight.
 
         Args:
@@ -167,7 +183,7 @@ class Links:
             LinkBusyError: Transfers did not end within 3 s; the comm and its links stay.
         """
         engine = self._live()
-        engine.unlink_comm(check_uint64("comm_id", comm_id))
+        return engine.unlink_comm(check_uint64("comm_id", comm_id))
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
         """How far a comm has come: PREPARING, then OK (all are linked) or FAILED (the time is over), for good.

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from threading import Condition
+from threading import Lock
 from typing import Any
 
 from llm_datadist._logs import get_logger
+from llm_datadist._waiting import Latch
 from llm_datadist.checks import check_int32
 from llm_datadist.status import LLMStatusCode, ParamInvalidError, TransferTimeoutError, error_of
 
@@ -30,7 +31,11 @@ class CacheTask:
         run: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         self._runner = run or _at_once
-        self._changed = Condition()
+        self._elsewhere: Callable[[Callable[[], bool]], bool] = _here
+        self._lock = Lock()
+        self._ended = Latch()
+        if not count:
+            self._ended.open()
         self._codes: list[LLMStatusCode | None] = [None] * count
         self._errors: list[BaseException | None] = [None] * count
         self._begun = [False] * count
@@ -61,7 +66,7 @@ class CacheTask:
             LLM_TIMEOUT one that was begun.
         """
         self._wait(timeout_in_millis)
-        with self._changed:
+        with self._lock:
             return [
                 LLMStatusCode.LLM_TIMEOUT if code is None and begun else code
                 for code, begun in zip(self._codes, self._begun, strict=True)
@@ -93,7 +98,10 @@ class CacheTask:
         Returns:
             Whether there was anything to end.
         """
-        with self._changed:
+        return bool(self._left) and self._elsewhere(self._cancel)
+
+    def _cancel(self) -> bool:
+        with self._lock:
             if self._left == 0:
                 return False
             if self._cancelled:
@@ -101,7 +109,7 @@ class CacheTask:
             self._cancelled = True
             unfinished = [i for i, code in enumerate(self._codes) if code is None]
         _call(self._on_cancel)  # before the answers: what has its answer writes nothing any more
-        with self._changed:
+        with self._lock:
             for i in unfinished:
                 if self._codes[i] is None:
                     self._codes[i] = LLMStatusCode.LLM_FAILED
@@ -113,7 +121,7 @@ class CacheTask:
         """Calls ``fn(task)`` once when the task is done; at once if it is. What ``fn`` raises is logged."""
         if not callable(fn):
             raise TypeError(f"fn must be callable, not {type(fn).__name__}")
-        with self._changed:
+        with self._lock:
             if self._left:
                 self._callbacks.append(fn)
                 return
@@ -148,12 +156,11 @@ class CacheTask:
             seconds = check_int32("timeout_in_millis", timeout_in_millis) / 1000
             if seconds < 0:
                 raise ParamInvalidError(f"timeout_in_millis is {timeout_in_millis}; it must not be negative")
-        with self._changed:
-            return self._changed.wait_for(self.done, seconds)
+        return self._ended.wait(seconds)
 
     def _outcome(self) -> tuple[LLMStatusCode, BaseException | None]:
         """Code and error of a task that is done."""
-        with self._changed:
+        with self._lock:
             for i, code in enumerate(self._codes):
                 if code is not None and code != LLMStatusCode.LLM_SUCCESS:
                     if self._cancelled:
@@ -162,11 +169,11 @@ class CacheTask:
             return LLMStatusCode.LLM_SUCCESS, None
 
     def _begin(self, i: int) -> None:
-        with self._changed:
+        with self._lock:
             self._begun[i] = True
 
     def _finish(self, i: int, code: LLMStatusCode, error: BaseException | None) -> None:
-        with self._changed:
+        with self._lock:
             if self._codes[i] is not None:
                 return
             self._codes[i] = code
@@ -182,7 +189,7 @@ class CacheTask:
         """Marks the task done (under the lock); returns the callbacks to run outside it."""
         self._left = 0
         callbacks, self._callbacks = self._callbacks, []
-        self._changed.notify_all()
+        self._ended.open()
         return callbacks
 
     def _run(self, callbacks: list[Callable[[CacheTask], object]]) -> None:
@@ -199,6 +206,7 @@ class TaskBook:
             and may answer itself. It must not block for long.
         run: Runs a job that calls the user's callbacks, when ``finish`` may be called where they must not run;
             None: at once, there.
+        elsewhere: Runs ``cancel`` on a thread that no signal strikes, and waits for it; None: in the caller's.
     """
 
     def __init__(
@@ -206,8 +214,11 @@ class TaskBook:
         count: int,
         on_cancel: Callable[[], None],
         run: Callable[[Callable[[], None]], None] | None = None,
+        elsewhere: Callable[[Callable[[], bool]], bool] | None = None,
     ) -> None:
         self._task = CacheTask(count, on_cancel, run)
+        if elsewhere is not None:
+            self._task._elsewhere = elsewhere
 
     @property
     def task(self) -> CacheTask:
@@ -229,6 +240,10 @@ class TaskBook:
 
 def _at_once(job: Callable[[], None]) -> None:
     job()
+
+
+def _here(job: Callable[[], bool]) -> bool:
+    return job()
 
 
 def _call(fn: Callable[..., object], *args: object) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from llm_datadist import transfer_requests as requests
 from llm_datadist._core.indices import BlockList
+from llm_datadist._engine.errands import Errand, handed_in
 from llm_datadist.caches import Cache
 from llm_datadist.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from llm_datadist.layerwise import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
@@ -113,6 +114,7 @@ class Transfers:
 
     # ---- pushes ------------------------------------------------------------------------------------
 
+    @handed_in
     def push_cache(
         self,
         dst_cache_key: CacheKeyByIdAndIndex,
@@ -124,7 +126,7 @@ class Transfers:
         tensor_num_per_layer: int = 2,
         *,
         notify: tuple[str, bytes] | None = None,
-    ) -> None:
+    ) -> Errand[None]:
         """Has a peer read slot ``src_batch_index`` of ``src_cache`` into a slot of its own. Mode B only.
 
         Args:
@@ -146,10 +148,11 @@ class Transfers:
         """
         engine = self._live()
         layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
-        engine.push(
+        return engine.push(
             requests.push_cache_request(dst_cache_key, src_cache, src_batch_index, size, layers, notify)
         )
 
+    @handed_in
     def push_blocks(
         self,
         dst_cache_key: BlocksCacheKey,
@@ -161,7 +164,7 @@ class Transfers:
         tensor_num_per_layer: int = 2,
         *,
         notify: tuple[str, bytes] | None = None,
-    ) -> None:
+    ) -> Errand[None]:
         """Has a peer read blocks of ``src_cache`` into blocks of its own. Mode B only.
 
         Args:
@@ -181,12 +184,13 @@ class Transfers:
         """
         engine = self._live()
         layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
-        engine.push(
+        return engine.push(
             requests.push_blocks_request(dst_cache_key, src_cache, src_blocks, dst_blocks, layers, notify)
         )
 
     # ---- in the background -------------------------------------------------------------------------
 
+    @handed_in
     def pull_cache_async(
         self,
         cache_key: CacheKey | CacheKeyByIdAndIndex,
@@ -198,7 +202,7 @@ class Transfers:
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
         notify: tuple[str, bytes] | None = None,
-    ) -> CacheTask:
+    ) -> Errand[CacheTask]:
         """:meth:`pull_cache` in the background.
 
         Returns:
@@ -215,6 +219,7 @@ class Transfers:
             requests.pull_cache_request(engine, cache_key, cache, batch_index, size, layers, notify)
         )
 
+    @handed_in
     def pull_blocks_async(
         self,
         src_cache_key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex,
@@ -226,7 +231,7 @@ class Transfers:
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
         notify: tuple[str, bytes] | None = None,
-    ) -> CacheTask:
+    ) -> Errand[CacheTask]:
         """:meth:`pull_blocks` in the background; returns and raises as :meth:`pull_cache_async`."""
         engine = self._live()
         layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
@@ -234,6 +239,7 @@ class Transfers:
             requests.pull_blocks_request(src_cache_key, dst_cache, src_blocks, dst_blocks, layers, notify)
         )
 
+    @handed_in
     def push_cache_async(
         self,
         dst_cache_key: CacheKeyByIdAndIndex,
@@ -245,7 +251,7 @@ class Transfers:
         tensor_num_per_layer: int = 2,
         *,
         notify: tuple[str, bytes] | None = None,
-    ) -> CacheTask:
+    ) -> Errand[CacheTask]:
         """:meth:`push_cache` in the background; returns and raises as :meth:`pull_cache_async`."""
         engine = self._live()
         layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
@@ -253,6 +259,7 @@ class Transfers:
             requests.push_cache_request(dst_cache_key, src_cache, src_batch_index, size, layers, notify)
         )
 
+    @handed_in
     def push_blocks_async(
         self,
         dst_cache_key: BlocksCacheKey,
@@ -264,7 +271,7 @@ class Transfers:
         tensor_num_per_layer: int = 2,
         *,
         notify: tuple[str, bytes] | None = None,
-    ) -> CacheTask:
+    ) -> Errand[CacheTask]:
         """:meth:`push_blocks` in the background; returns and raises as :meth:`pull_cache_async`."""
         engine = self._live()
         layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
@@ -272,6 +279,7 @@ class Transfers:
             requests.push_blocks_request(dst_cache_key, src_cache, src_blocks, dst_blocks, layers, notify)
         )
 
+    @handed_in
     def transfer_cache_async(
         self,
         src_cache: Cache,
@@ -280,7 +288,7 @@ class Transfers:
         src_block_indices: BlockList | None = None,
         dst_block_indices: BlockList | None = None,
         dst_block_memory_size: int | None = None,
-    ) -> CacheTask:
+    ) -> Errand[CacheTask]:
         """Pushes layers to peers in the background, each as soon as the synchronizer lets it go.
 
         Args:

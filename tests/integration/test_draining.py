@@ -114,7 +114,7 @@ def test_a_running_pull_of_a_peer_ends_first(spawn: Spawner, mode: str) -> None:
 
 def _serves(w: World) -> int:
     state = w.dist._engine._state
-    with state.condition:
+    with state.lock:
         return len(state.flights.where(lambda f: True)) + len(state.leases.all())
 
 

@@ -22,6 +22,7 @@ from llm_datadist.data_type import DataType
 from llm_datadist.enums import Placement
 from llm_datadist.keys import BlocksCacheKey, CacheKey
 from llm_datadist.status import OutOfMemoryError, ParamInvalidError
+from tests.support.calls import KEPT
 
 pytestmark = pytest.mark.rule("6.14", "6.40", "6.44", "6.46", "6.50", "6.67", "6.75")
 
@@ -90,10 +91,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         bound = {name for a in self.alive.values() for name in a.keys}
         if len(keys) > SLOTS or len(set(names)) < len(names) or bound & set(names):
             with pytest.raises(ParamInvalidError):
-                self.allocator.allocate(desc, keys, is_blocks=False)
+                self.allocator.allocate(desc, keys, is_blocks=False, call=KEPT)
             return
         try:
-            cache = self.allocator.allocate(desc, keys, is_blocks=False)
+            cache = self.allocator.allocate(desc, keys, is_blocks=False, call=KEPT)
         except OutOfMemoryError:
             largest = self.state.pools.info(Placement.DEVICE).largest_free_nbytes // PAGE
             assert pages > PAGES - self.pages_out() or largest < pages
@@ -108,7 +109,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def deallocate(self, data: st.DataObject) -> None:
         cache = data.draw(st.sampled_from(self.handles))
         self.end_leases_if_it_goes(cache.cache_id)
-        self.allocator.deallocate(cache, is_blocks=False)
+        self.allocator.deallocate(cache, is_blocks=False, call=KEPT)
         alive = self.alive.get(cache.cache_id)
         if alive is not None:
             alive.owned = False
@@ -119,7 +120,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def unregister(self, data: st.DataObject) -> None:
         cache_id = data.draw(st.sampled_from(self.handles)).cache_id
         self.end_leases(cache_id)
-        self.catalog.unregister(cache_id)
+        self.catalog.unregister(cache_id, KEPT)
         self.alive.pop(cache_id, None)
 
     @rule(key=st.sampled_from(KEYS))
@@ -228,10 +229,10 @@ DESC = CacheDesc(TENSORS, [SLOTS, 600], DataType.DT_INT8)
 def test_a_request_key_that_belongs_to_another_cache_by_now_is_not_released(made: Any) -> None:
     state, allocator = made
     key = CacheKey(9, 1)
-    first = allocator.allocate(DESC, [key], is_blocks=False)
+    first = allocator.allocate(DESC, [key], is_blocks=False, call=KEPT)
     record = state.registry.get(first.cache_id)
     allocator.remove_key(key)
-    second = allocator.allocate(DESC, [key], is_blocks=False)
+    second = allocator.allocate(DESC, [key], is_blocks=False, call=KEPT)
     allocator.pulled(record, key_name_of(key), 0, TENSORS)
     assert state.registry.find(key_name_of(key))[0].cache_id == second.cache_id
 
@@ -240,7 +241,7 @@ def test_a_key_that_is_bound_again_starts_with_nothing_pulled(made: Any) -> None
     state, allocator = made
     key, name = CacheKey(9, 1), key_name_of(CacheKey(9, 1))
     for first in range(TENSORS):  # each cache has another tensor pulled
-        cache = allocator.allocate(DESC, [key], is_blocks=False)
+        cache = allocator.allocate(DESC, [key], is_blocks=False, call=KEPT)
         allocator.pulled(state.registry.get(cache.cache_id), name, first, first + 1)
         assert state.registry.find(name)[0].cache_id == cache.cache_id
         allocator.remove_key(key)
@@ -257,33 +258,35 @@ def test_m4_an_allocation_that_fails_halfway_leaves_nothing(
     with monkeypatch.context() as broken:
         broken.setattr(state, "new_word", no_word)
         with pytest.raises(MemoryError):
-            allocator.allocate(DESC, [CacheKey(9, 1)], is_blocks=False)
+            allocator.allocate(DESC, [CacheKey(9, 1)], is_blocks=False, call=KEPT)
     assert state.pools.info(Placement.DEVICE).free_nbytes == PAGES * PAGE
-    assert allocator.allocate(DESC, [CacheKey(9, 1)], is_blocks=False).cache_id == 1
+    assert allocator.allocate(DESC, [CacheKey(9, 1)], is_blocks=False, call=KEPT).cache_id == 1
 
 
 def test_the_most_tensors_that_can_be_asked_for_are_refused_at_once(made: Any) -> None:
     _, allocator = made
     with pytest.raises(OutOfMemoryError, match=str((2**32 - 1) * PAGE)):
-        allocator.allocate(CacheDesc(2**32 - 1, [1], DataType.DT_INT8), (), is_blocks=False)
+        allocator.allocate(CacheDesc(2**32 - 1, [1], DataType.DT_INT8), (), is_blocks=False, call=KEPT)
 
 
 @pytest.mark.rule("6.42", "6.45")
 def test_a_blocks_cache_goes_at_once_whatever_key_finds_it(made: Any) -> None:
     state, allocator = made
-    cache = allocator.allocate(DESC, [BlocksCacheKey(9, 3)], is_blocks=True)
+    cache = allocator.allocate(DESC, [BlocksCacheKey(9, 3)], is_blocks=True, call=KEPT)
     with pytest.raises(ParamInvalidError, match="is a blocks cache; use deallocate_blocks_cache"):
-        allocator.deallocate(cache, is_blocks=False)
-    allocator.deallocate(cache, is_blocks=True)
-    allocator.deallocate(cache, is_blocks=True)
+        allocator.deallocate(cache, is_blocks=False, call=KEPT)
+    allocator.deallocate(cache, is_blocks=True, call=KEPT)
+    allocator.deallocate(cache, is_blocks=True, call=KEPT)
     assert state.pools.info(Placement.DEVICE).free_nbytes == PAGES * PAGE
-    slots = allocator.allocate(DESC, (), is_blocks=False)
+    slots = allocator.allocate(DESC, (), is_blocks=False, call=KEPT)
     with pytest.raises(ParamInvalidError, match="is a cache; use deallocate_cache"):
-        allocator.deallocate(slots, is_blocks=True)
+        allocator.deallocate(slots, is_blocks=True, call=KEPT)
 
 
 def test_a_handle_of_an_earlier_life_frees_nothing(made: Any) -> None:
     state, allocator = made
-    cache = allocator.allocate(DESC, (), is_blocks=False)
-    allocator.deallocate(Cache(cache.cache_id, DESC, cache.tensor_addrs, life=object()), is_blocks=False)
+    cache = allocator.allocate(DESC, (), is_blocks=False, call=KEPT)
+    allocator.deallocate(
+        Cache(cache.cache_id, DESC, cache.tensor_addrs, life=object()), is_blocks=False, call=KEPT
+    )
     assert state.registry.get(cache.cache_id) is not None

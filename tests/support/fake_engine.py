@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from llm_datadist._core.options import Options
+from llm_datadist._engine.errands import Call, Desk, Errand
 from llm_datadist.caches import Cache, CacheDesc
 from llm_datadist.clusters import LinkInfo
 from llm_datadist.enums import LLMRole, RegisterMemStatus
 from llm_datadist.infos import PoolInfo
 from llm_datadist.status import LLMStatusCode, NotLinkedError
 from llm_datadist.tasks import CacheTask, TaskBook
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _errand(method: Callable[P, T]) -> Callable[P, Errand[T]]:
+    """The call is made when its errand is done, which is in the caller's thread."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> Errand[T]:
+        return Errand(method.__name__, _DESK, lambda _: method(*args, **kwargs))
+
+    return call
+
+
+_DESK = Desk("fake")
+_DESK.is_forbidden = lambda: True
 
 
 class FakeEngine:
@@ -29,6 +46,9 @@ class FakeEngine:
         self.listen_address = options.listen
         self.accessible = options.accessible
 
+    def errand(self, name: str, job: Callable[[Call], T]) -> Errand[T]:
+        return Errand(name, _DESK, job)
+
     def start(self) -> None:
         self.calls.append(("start",))
         if self.start_error is not None:
@@ -37,6 +57,7 @@ class FakeEngine:
     def finalize(self) -> None:
         self.calls.append(("finalize",))
 
+    @_errand
     def register(
         self,
         desc: CacheDesc,
@@ -48,9 +69,11 @@ class FakeEngine:
         self.calls.append(("register", desc, addrs, keys, is_blocks, remote_accessible))
         return Cache(len(self.calls), desc, addrs, is_blocks, life=self)
 
+    @_errand
     def unregister(self, cache_id: int) -> None:
         self.calls.append(("unregister", cache_id))
 
+    @_errand
     def remap(self, ranges: Sequence[Any]) -> None:
         self.calls.append(("remap", ranges))
 
@@ -58,13 +81,16 @@ class FakeEngine:
         self.calls.append(("caches",))
         return []
 
+    @_errand
     def allocate(self, desc: CacheDesc, keys: Sequence[Any], is_blocks: bool) -> Cache:
         self.calls.append(("allocate", desc, keys, is_blocks))
         return Cache(len(self.calls), desc, [1] * desc.num_tensors, is_blocks, life=self)
 
+    @_errand
     def deallocate(self, cache: Cache, is_blocks: bool) -> None:
         self.calls.append(("deallocate", cache, is_blocks))
 
+    @_errand
     def remove_key(self, key: Any) -> None:
         self.calls.append(("remove_key", key))
 
@@ -81,17 +107,21 @@ class FakeEngine:
     def pull(self, request: Any, started: float) -> None:
         self.calls.append(("pull", request))
 
+    @_errand
     def push(self, request: Any) -> None:
         self.calls.append(("push", request))
 
+    @_errand
     def pull_async(self, request: Any) -> CacheTask:
         self.calls.append(("pull_async", request))
         return TaskBook(1, lambda: None).task
 
+    @_errand
     def push_async(self, request: Any) -> CacheTask:
         self.calls.append(("push_async", request))
         return TaskBook(1, lambda: None).task
 
+    @_errand
     def send_notify(self, cluster_id: int, notice: Any) -> None:
         self.calls.append(("send_notify", cluster_id, notice))
 
@@ -99,18 +129,22 @@ class FakeEngine:
         self.calls.append(("notifies",))
         return []
 
+    @_errand
     def push_layers(self, request: Any) -> CacheTask:
         self.calls.append(("push_layers", request))
         return TaskBook(len(request.configs), lambda: None).task
 
-    def link(self, targets: list[tuple[int, tuple[str, int]]], timeout_ms: int) -> list[LLMStatusCode]:
+    def link(
+        self, targets: list[tuple[int, tuple[str, int]]], timeout_ms: int, call: Call
+    ) -> list[LLMStatusCode]:
         self.calls.append(("link", targets, timeout_ms))
         return [self.link_codes.get(cluster_id, LLMStatusCode.LLM_SUCCESS) for cluster_id, _ in targets]
 
-    def unlink(self, cluster_ids: list[int], timeout_ms: int, force: bool) -> list[LLMStatusCode]:
+    def unlink(self, cluster_ids: list[int], timeout_ms: int, force: bool, call: Call) -> list[LLMStatusCode]:
         self.calls.append(("unlink", cluster_ids, timeout_ms, force))
         return [self.link_codes.get(cluster_id, LLMStatusCode.LLM_SUCCESS) for cluster_id in cluster_ids]
 
+    @_errand
     def link_comm(self, comm_name: str, ranks: Mapping[int, int], rank_table: str) -> int:
         self.calls.append(("link_comm", comm_name, ranks, rank_table))
         return 1
@@ -119,6 +153,7 @@ class FakeEngine:
         self.calls.append(("comm_status", comm_id))
         return RegisterMemStatus.PREPARING
 
+    @_errand
     def unlink_comm(self, comm_id: int) -> None:
         self.calls.append(("unlink_comm", comm_id))
 
@@ -127,6 +162,7 @@ class FakeEngine:
         if self.switch_error is not None:
             raise self.switch_error
 
+    @_errand
     def drain(self, timeout_ms: int) -> None:
         self.calls.append(("drain", timeout_ms))
 

@@ -173,6 +173,7 @@ class Registry:
         Returns:
             The record, and the blocks cache whose key it took over, if any.
         """
+        words = self._words_for(names)  # what may fail comes first
         cache_id = self._next_id
         self._next_id += 1
         record = Record(cache_id, desc, layout, addresses, is_blocks, remote_accessible, word, names)
@@ -182,7 +183,8 @@ class Registry:
                 displaced = self._records[self._bound[name][0]]
                 self._forget(name)
             self._bound[name] = (cache_id, batch)
-            self._set_word(name, cache_id)
+            self._words[name] = words[name]
+            self._finds[words[name].value] = cache_id
         self._records[cache_id] = record
         return record, displaced
 
@@ -201,6 +203,16 @@ class Registry:
                 self._forget(name)
         return record
 
+    def bind_again(self, record: Record) -> bool:
+        """The blocks key of a cache finds it again, if the cache is there and nothing else has the key."""
+        names = [n for n, _ in record.keys if n.kind == "blocks" and n not in self._bound]
+        if record.cache_id not in self._records or not names:
+            return False
+        for name in names:
+            self._bound[name] = (record.cache_id, 0)
+            self._set_word(name, record.cache_id)
+        return True
+
     def unbind(self, name: KeyName) -> Record | None:
         """Takes a key away; the cache that it found, if it found one."""
         found = self._bound.get(name)
@@ -213,6 +225,18 @@ class Registry:
         del self._bound[name]
         self._drop_word(name)
         self._pulled.pop(name, None)
+
+    def _words_for(self, names: tuple[tuple[KeyName, int], ...]) -> dict[KeyName, GenerationWord]:
+        """A word for each; none is left if one cannot be had."""
+        words: dict[KeyName, GenerationWord] = {}
+        try:
+            for name, _ in names:
+                words[name] = self.new_word()
+        except BaseException:
+            for word in words.values():
+                self.clear_word(word)
+            raise
+        return words
 
     def _set_word(self, name: KeyName, cache_id: int) -> None:
         word = self._words[name] = self.new_word()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from llm_datadist._core.layout import Layout
 from llm_datadist._core.registry import KeyName, Record, key_name_of
 from llm_datadist._engine.catalog import Catalog, flush
+from llm_datadist._engine.errands import Call
 from llm_datadist._engine.state import State
 from llm_datadist._link.link import Link
 from llm_datadist.caches import Cache, CacheDesc
@@ -30,7 +31,12 @@ class Allocator:
         self._catalog = catalog
 
     def allocate(
-        self, desc: CacheDesc, keys: Sequence[CacheKey] | Sequence[BlocksCacheKey], *, is_blocks: bool
+        self,
+        desc: CacheDesc,
+        keys: Sequence[CacheKey] | Sequence[BlocksCacheKey],
+        *,
+        is_blocks: bool,
+        call: Call,
     ) -> Cache:
         """A cache in the pool of the desc's placement, open to peers; all or nothing.
 
@@ -59,9 +65,9 @@ class Allocator:
             except BaseException:
                 state.pools.give_back(allocation)
                 raise
-        return self._catalog.finish(entered)
+        return self._catalog.finish(entered, call)
 
-    def deallocate(self, cache: Cache, *, is_blocks: bool) -> None:
+    def deallocate(self, cache: Cache, *, is_blocks: bool, call: Call) -> None:
         """Gives a cache back; unknown or repeated: nothing.
 
         Raises:
@@ -83,7 +89,7 @@ class Allocator:
             if not is_blocks and state.registry.names_of(record):
                 state.pools.mark_unowned(cache.cache_id)
                 return
-        self._catalog.unregister(cache.cache_id)
+        self._catalog.unregister(cache.cache_id, call)
 
     def pool_info(self, placement: Placement) -> PoolInfo:
         """What is free and in use in a pool.

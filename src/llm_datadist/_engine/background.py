@@ -8,12 +8,12 @@ a place is free again before the callbacks of its task run, so callbacks may sta
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from llm_datadist._core.registry import Record
+from llm_datadist._engine.errands import Call
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.state import State
 from llm_datadist._link.link import Link
@@ -50,26 +50,27 @@ class Background:
         self._running: dict[Link, int] = {}
         self._waiting: dict[Link, deque[_Job]] = {}
 
-    def start(self, mover: Mover[R], request: R) -> CacheTask:
-        """Checks the caller's arguments, then works in the background.
+    def start(self, mover: Mover[R], request: R, started: float, call: Call) -> CacheTask:
+        """Checks the caller's arguments, then works in the background. Its time began at ``started``.
 
         Raises:
             CacheNotExistError: The local cache.
             ParamInvalidError: A rule of the caller's side.
         """
-        started = time.monotonic()
         record = mover.check(request)
         flight = Flight(None, (record.cache_id,))
         try:
             mover.begin(request, record, flight)
-            return self._enter(flight, lambda: mover.run(request, record, flight, started))
+            task = self._enter(flight, lambda: mover.run(request, record, flight, started))
         except LLMException as exc:
             book = TaskBook(1, _nothing)
             book.finish(0, exc.status_code, exc)
             return book.task
-        except BaseException:  # an interrupt: nobody else would end it
+        except BaseException:  # nobody else would end it
             self._state.flights.end(flight)
             raise
+        call.on_drop(task.cancel)
+        return task
 
     def _enter(self, flight: Flight, call: Callable[[], None]) -> CacheTask:
         job = _Job(self._state, self, flight, call)
@@ -81,7 +82,7 @@ class Background:
             else:
                 self._waiting.setdefault(flight.link, deque()).append(job)
         if at_once:
-            self._state.workers.submit(job, job.run)
+            self._submit(job)
         return job.book.task
 
     def leave(self, link: Link) -> None:
@@ -96,7 +97,10 @@ class Background:
                 if not self._running[link]:
                     del self._running[link]
         if job is not None:
-            self._state.workers.submit(job, job.run)
+            self._submit(job)
+
+    def _submit(self, job: _Job) -> None:
+        self._state.workers.submit(job, job.run, job.refuse)
 
 
 class _Job:
@@ -105,7 +109,7 @@ class _Job:
     def __init__(
         self, state: State, background: Background, flight: Flight, call: Callable[[], None]
     ) -> None:
-        self.book = TaskBook(1, self._cancel, state.run_callbacks)
+        self.book = TaskBook(1, self._cancel, state.run_callbacks, state.do_elsewhere)
         self._state = state
         self._background = background
         self._flight = flight
@@ -124,6 +128,14 @@ class _Job:
             self._ended.set()
         self._background.leave(self._flight.link)
         if taken:
+            self._answer(error)
+
+    def refuse(self, error: LLMException) -> None:
+        """There is no thread for it."""
+        if self._take():
+            self._state.flights.end(self._flight)
+            self._ended.set()
+            self._background.leave(self._flight.link)
             self._answer(error)
 
     def drop(self) -> None:

@@ -8,19 +8,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from llm_datadist._core.layout import Layout
 from llm_datadist._core.registry import KeyName, Record, key_of
 from llm_datadist._core.segments import U64
+from llm_datadist._engine.errands import Call
+from llm_datadist._engine.mapped import check_mapped, checked_addresses, checked_ranges
 from llm_datadist._engine.settling import settle
 from llm_datadist._engine.state import State, describe, peer_of
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._logs import get_logger
 from llm_datadist._wire.messages import Announce, Withdraw
 from llm_datadist.caches import Cache, CacheDesc, MemInfo
-from llm_datadist.devices import cpu
-from llm_datadist.enums import Memtype, Placement
+from llm_datadist.enums import Placement
 from llm_datadist.infos import CacheInfo
 from llm_datadist.keys import BlocksCacheKey, CacheKey
 from llm_datadist.status import CacheNotExistError, ParamInvalidError
@@ -56,6 +55,7 @@ class Catalog:
         *,
         is_blocks: bool,
         remote_accessible: bool | None,
+        call: Call,
     ) -> Cache:
         """Enters a cache; all or nothing.
 
@@ -80,7 +80,7 @@ class Catalog:
         except BaseException:
             state.regions.forget(tokens)
             raise
-        return self.finish(entered)
+        return self.finish(entered, call)
 
     def _checked_accessible(self, asked: bool | None, desc: CacheDesc) -> bool:
         if not self._state.comms_alive:
@@ -108,15 +108,25 @@ class Catalog:
         ``keep`` notes whose memory it is, before a peer hears of it.
         """
         state = self._state
-        record, displaced = state.registry.add(
-            desc, layout, addresses, names,
-            is_blocks=is_blocks, remote_accessible=remote_accessible, word=state.new_word(),
-        )  # fmt: skip
-        keep(record.cache_id)
-        return Entered(record, displaced, self.announce(record))
+        word = state.new_word()
+        try:
+            record, displaced = state.registry.add(
+                desc, layout, addresses, names,
+                is_blocks=is_blocks, remote_accessible=remote_accessible, word=word,
+            )  # fmt: skip
+        except BaseException:
+            state.clear_word(word)
+            raise
+        try:
+            keep(record.cache_id)
+            return Entered(record, displaced, self.announce(record))
+        except BaseException:
+            self.take_out(record.cache_id)
+            raise
 
-    def finish(self, entered: Entered) -> Cache:
+    def finish(self, entered: Entered, call: Call) -> Cache:
         """What must not happen under the lock: sends, warns, and makes the handle."""
+        call.on_drop(lambda: self._take_back(entered))
         flush(entered.told)
         record, displaced = entered.record, entered.displaced
         if displaced is not None:
@@ -128,17 +138,33 @@ class Catalog:
             record.cache_id, record.desc, record.addresses.tolist(), record.is_blocks, self._state.life
         )
 
-    def unregister(self, cache_id: int) -> None:
+    def _take_back(self, entered: Entered) -> None:
+        """Nobody got the handle: the cache goes, and the key that it took over finds what it found before."""
+        state, displaced = self._state, entered.displaced
+        with state.lock:
+            told = self.take_out(entered.record.cache_id) or []
+            if displaced is not None and state.registry.bind_again(displaced):
+                told += self.announce(displaced)
+        flush(told)
+        self._end_use(entered.record.cache_id, time.monotonic(), _never)
+
+    def unregister(self, cache_id: int, call: Call) -> None:
         """Takes a cache out and waits until nobody uses it, at most sync_kv_timeout; then cuts off."""
         state = self._state
         deadline = time.monotonic() + state.timeout_s
+        call.on_cut(state.condition.notify_all)
         with state.lock:
             state.check_open()
             told = self.take_out(cache_id)
         if told is None:
             return
         flush(told)
-        if self._wait_unused(cache_id, deadline) or self._cut_off(cache_id):
+        self._end_use(cache_id, deadline, lambda: call.dropped)
+
+    def _end_use(self, cache_id: int, deadline: float, gone: Callable[[], bool]) -> None:
+        """Waits for those who use a cache until the deadline, or until nobody waits for that; then cuts off."""
+        state = self._state
+        if self._wait_unused(cache_id, deadline, gone) or self._cut_off(cache_id):
             self._settle_readers(cache_id)
             self._free(cache_id)
             return
@@ -160,7 +186,7 @@ class Catalog:
 
     def free_when_unused(self, cache_id: int) -> None:
         """Gives memory back once those who hold a lease have finished. For a worker."""
-        self._wait_unused(cache_id, math.inf)
+        self._wait_unused(cache_id, math.inf, _never)
         self._free(cache_id)
 
     def _settle_readers(self, cache_id: int) -> None:
@@ -204,14 +230,14 @@ class Catalog:
         with state.lock:
             for lease in state.leases.of_cache(cache_id):
                 state.leases.end(lease)
-        return self._wait_unused(cache_id, time.monotonic() + _LAST_BYTES_S)
+        return self._wait_unused(cache_id, time.monotonic() + _LAST_BYTES_S, _never)
 
-    def _wait_unused(self, cache_id: int, deadline: float) -> bool:
+    def _wait_unused(self, cache_id: int, deadline: float, gone: Callable[[], bool]) -> bool:
         state = self._state
         with state.lock:
             while not self.is_unused(cache_id):
                 now = time.monotonic()
-                if now >= deadline:
+                if now >= deadline or gone():
                     return False
                 ends = [
                     deadline,
@@ -230,12 +256,12 @@ class Catalog:
             ParamInvalidError: A range, or a cache in one, is not device memory that is mapped. Nothing changes.
         """
         state = self._state
-        starts, ends = _checked_ranges(ranges)
+        starts, ends = checked_ranges(ranges)
         with state.lock:
             state.check_open()
             records = [r for r in state.registry.records() if r.touches(starts, ends)]
         for record in records:
-            _check_mapped(f"cache {record.cache_id}: tensor", record.addresses, record.layout)
+            check_mapped(f"cache {record.cache_id}: tensor", record.addresses, record.layout)
         told: list[Link] = []
         renewed: set[int] = set()
         with state.lock:
@@ -344,55 +370,11 @@ class Catalog:
         return told
 
 
+def _never() -> bool:
+    return False
+
+
 def flush(links: list[Link]) -> None:
     """Sends what was posted under the lock."""
     for link in links:
         link.flush()
-
-
-def checked_addresses(addrs: Sequence[int], layout: Layout) -> U64:
-    """The addresses of a cache's tensors.
-
-    Raises:
-        ParamInvalidError: Wrong in number, 0, or not mapped and readable.
-    """
-    if layout.num_tensors < 1:
-        raise ParamInvalidError("CacheDesc.num_tensors is 0; a cache needs at least one tensor")
-    if len(addrs) != layout.num_tensors:
-        raise ParamInvalidError(
-            f"{len(addrs)} addresses for {layout.num_tensors} tensors; there must be one for each"
-        )
-    addresses = np.array(addrs, dtype=np.uint64)
-    if not addresses.all():
-        raise ParamInvalidError(f"addrs[{int(np.argmin(addresses))}] is 0; pass the address of mapped memory")
-    _check_mapped("addrs", addresses, layout)
-    return addresses
-
-
-def _check_mapped(name: str, addresses: U64, layout: Layout) -> None:
-    bad = cpu.first_unmapped(addresses, layout.tensor_nbytes)
-    if bad is not None:
-        start = int(addresses[bad])
-        raise ParamInvalidError(
-            f"{name}[{bad}] is {start:#x}: the {layout.tensor_nbytes} bytes up to {start + layout.tensor_nbytes:#x} "
-            "are not all mapped and readable; check the address and the shape of the CacheDesc"
-        )
-
-
-def _checked_ranges(ranges: Sequence[MemInfo]) -> tuple[U64, U64]:
-    for at, info in enumerate(ranges):
-        if info.mem_type is not Memtype.MEM_TYPE_DEVICE:
-            raise ParamInvalidError(
-                f"mem_infos[{at}] is {info.mem_type.name}; only device memory is remapped"
-            )
-        if not info.addr or info.size <= 0:
-            raise ParamInvalidError(
-                f"mem_infos[{at}] has addr {info.addr:#x} and size {info.size}; both must be greater than 0"
-            )
-        if cpu.first_unmapped([info.addr], info.size) is not None:
-            raise ParamInvalidError(
-                f"mem_infos[{at}]: the {info.size} bytes at {info.addr:#x} are not all mapped and readable; "
-                "map them first"
-            )
-    starts = np.array([info.addr for info in ranges], dtype=np.uint64)
-    return starts, starts + np.array([info.size for info in ranges], dtype=np.uint64)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from llm_datadist._core.rank_table import Comm, RankEntry, read_comm
+from llm_datadist._engine.errands import Call
 from llm_datadist._engine.linking import Linking
 from llm_datadist._engine.state import State
 from llm_datadist._link.listeners import Held
@@ -52,7 +53,7 @@ class Comms:
         self._last_id = 0
         state.on_link_change = self._on_link_change
 
-    def link(self, comm_name: str, ranks: Mapping[int, int], rank_table: str) -> int:
+    def link(self, comm_name: str, ranks: Mapping[int, int], rank_table: str, call: Call) -> int:
         """Checks, listens and begins to dial; the id of the comm.
 
         Raises:
@@ -72,6 +73,7 @@ class Comms:
                 state.comm_holds.update(linking.clusters)
         state.check_open()
         state.links.call_soon(linking.begin)
+        call.on_drop(lambda: self._leave(linking.comm_id, 0.0, call))
         return linking.comm_id
 
     def _listen(self, comm: Comm) -> Held:
@@ -99,13 +101,16 @@ class Comms:
         with self._state.lock:
             return self._get(comm_id).status
 
-    def unlink(self, comm_id: int) -> None:
+    def unlink(self, comm_id: int, call: Call) -> None:
         """Leaves a comm; links that nothing else holds go.
 
         Raises:
             NotLinkedError: Unknown id.
             LinkBusyError: Transfers are in flight; the comm and its links stay.
         """
+        self._leave(comm_id, UNLINK_S, call)
+
+    def _leave(self, comm_id: int, timeout_s: float, call: Call) -> None:
         state = self._state
         with state.lock:
             linking = self._get(comm_id)
@@ -114,7 +119,12 @@ class Comms:
         with state.lock:
             linking.let_go()
             free = [c for c in linking.clusters if not state.comm_holds[c]]
-        codes = self._linking.leave(free, UNLINK_S)
+        try:
+            codes = self._linking.leave(free, timeout_s, call)
+        except BaseException:
+            with state.lock:
+                linking.hold_again()
+            raise
         busy = [c for c, code in zip(free, codes, strict=True) if code == LLMStatusCode.LLM_LINK_BUSY]
         with state.lock:
             if busy:
@@ -125,7 +135,7 @@ class Comms:
         if busy:
             raise LinkBusyError(
                 f"comm {comm_id} ({linking.name!r}) stays: transfers with the clusters {busy} are in flight and did "
-                f"not end within {UNLINK_S:g} s; wait for them, then unlink again"
+                f"not end within {timeout_s:g} s; wait for them, then unlink again"
             )
         state.links.run(linking.stop_listening)
 

@@ -15,8 +15,8 @@ from llm_datadist._core.copy_plans import Memory, plan_copy_blocks, plan_copy_ca
 from llm_datadist._core.layout import Layout
 from llm_datadist._core.requests import CopyBlocks, CopyCache, SwapBlocks
 from llm_datadist._core.segments import Extents, Segments
-from llm_datadist._engine.catalog import checked_addresses
 from llm_datadist._engine.flights import Flight
+from llm_datadist._engine.mapped import checked_addresses
 from llm_datadist._engine.state import State
 from llm_datadist.caches import Cache
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalidError

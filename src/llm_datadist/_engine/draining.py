@@ -3,17 +3,18 @@
 A peer that reads by address asks nobody for a pull of its own (mode B), and a layer-wise push shows nothing
 between two layers. So the announced table is withdrawn, and each peer is asked to say when its transfers with
 us that had begun by then are over (``Settle``).
-Threads: the work is done on a thread of its own, so that a signal handler can wait for it whatever lock the
-code that it has interrupted holds; transfers of the waiting thread itself do not count, for they cannot end.
+Threads: not for a caller's, so that a signal handler can wait for it whatever lock the code that it has
+interrupted holds; transfers of the waiting thread itself do not count, for they cannot end.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import time
+from collections.abc import Callable
 
 from llm_datadist._engine.catalog import Catalog, flush
+from llm_datadist._engine.errands import Call
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.settling import settle
 from llm_datadist._engine.state import State, describe, tell
@@ -21,7 +22,7 @@ from llm_datadist._link.link import Link
 from llm_datadist._wire.messages import Done, Settle
 from llm_datadist.status import CacheNotExistError, LinkBusyError, LLMStatusCode
 
-_GRACE_S = 0.1  # after the time, for the work to say what is still in flight
+GRACE_S = 0.1  # after the time, for the work to say what is still in flight
 _LONGEST_WAIT_S = 3600.0  # of one look; what ends wakes us
 
 
@@ -32,20 +33,20 @@ class Draining:
         self._state = state
         self._catalog = catalog
 
-    def drain(self, timeout_ms: int) -> None:
+    def drain(self, timeout_ms: int, caller: int, call: Call) -> None:
         """Returns when nothing is in flight. From now on nothing begins, also when this has raised.
+
+        Transfers of the thread ``caller``, which waits, are not waited for.
 
         Raises:
             LinkBusyError: Transfers are still in flight when the time is over; what and with whom.
         """
         deadline = time.monotonic() + timeout_ms / 1000
-        work = _Work(self._state, self._catalog, deadline, threading.get_ident())
-        threading.Thread(target=work.run, name="llm-datadist-drain", daemon=True).start()
-        if not work.ended.wait(max(0.0, deadline - time.monotonic()) + _GRACE_S) or work.left:
-            raise LinkBusyError(
-                f"not idle after {timeout_ms} ms: {work.left or 'transfers are in flight'}; "
-                "drain again to wait longer, or finalize to cut them off"
-            )
+        work = _Work(self._state, self._catalog, deadline, caller, lambda: call.dropped)
+        call.on_cut(self._state.condition.notify_all)
+        left = work.run()
+        if left:
+            raise not_idle(timeout_ms, left)
 
     # ---- asked by a peer that drains --------------------------------------------------------------------
 
@@ -68,26 +69,29 @@ class Draining:
         tell(link, Done(id=message.id, code=code, text="" if ended else "transfers are in flight"))
 
 
-class _Work:
-    """One drain, on its own thread."""
+def not_idle(timeout_ms: int, left: str = "transfers are in flight") -> LinkBusyError:
+    """The outcome of a drain whose time is over."""
+    return LinkBusyError(
+        f"not idle after {timeout_ms} ms: {left}; drain again to wait longer, or finalize to cut them off"
+    )
 
-    def __init__(self, state: State, catalog: Catalog, deadline: float, waiting_thread: int) -> None:
+
+class _Work:
+    """One drain."""
+
+    def __init__(
+        self, state: State, catalog: Catalog, deadline: float, waiting_thread: int, gone: Callable[[], bool]
+    ) -> None:
         self._state = state
         self._catalog = catalog
         self._deadline = deadline
         self._waiting_thread = waiting_thread
-        self.ended = threading.Event()
-        self.left = ""  # what is still in flight, for a text
+        self._gone = gone
 
-    def run(self) -> None:
-        """Until it is idle, or its time is over."""
-        try:
-            self._close_doors()
-            self.left = self._settle_peers() or self._wait_idle()
-        except Exception as exc:
-            self.left = f"{type(exc).__name__}: {exc}"
-        finally:
-            self.ended.set()
+    def run(self) -> str:
+        """Until it is idle, or its time is over; what is still in flight, for a text."""
+        self._close_doors()
+        return self._settle_peers() or self._wait_idle()
 
     def _close_doors(self) -> None:
         state = self._state
@@ -106,7 +110,7 @@ class _Work:
             while state.closed is None:
                 now = time.monotonic()
                 left, ends = self._look(now)
-                if not left or now >= self._deadline:
+                if not left or now >= self._deadline or self._gone():
                     return left
                 state.condition.wait(max(0.0, min([self._deadline, now + _LONGEST_WAIT_S, *ends]) - now))
         return ""  # finalized: everything was cut off

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from llm_datadist._core.notices import Notice
 from llm_datadist._core.options import Options
@@ -25,12 +27,13 @@ from llm_datadist._core.requests import (
     SwapBlocks,
 )
 from llm_datadist._engine.allocating import Allocator
-from llm_datadist._engine.background import Background
+from llm_datadist._engine.background import Background, Mover
 from llm_datadist._engine.catalog import Catalog
 from llm_datadist._engine.comms import Comms
 from llm_datadist._engine.control_calls import ControlCalls
 from llm_datadist._engine.copying import Copier
-from llm_datadist._engine.draining import Draining
+from llm_datadist._engine.draining import GRACE_S, Draining, not_idle
+from llm_datadist._engine.errands import Call, Errand
 from llm_datadist._engine.express import Express
 from llm_datadist._engine.handler import Handler
 from llm_datadist._engine.initiator import Initiator
@@ -56,6 +59,9 @@ from llm_datadist.transports.movers import Movers, default_mover_count
 _TOKEN_NBYTES = 16
 _FINALIZE_S = 1.0  # for background jobs that are being cut off
 _LAST_BYTES_S = 0.5  # for callers' transfers that were cut: each finishes at most one call of 16 MiB
+
+R = TypeVar("R")
+T = TypeVar("T")
 
 _living: dict[bytes, Engine] = {}  # by instance; from start to finalize, as their LLMDataDist
 
@@ -121,7 +127,9 @@ class Engine:
             lambda: secrets.token_bytes(_TOKEN_NBYTES),
             ControlCalls(),
         )
+        state.desk.is_forbidden = state.links.on_control_thread
         try:
+            state.desk.open()
             state.pools.open()
             self._transports.open()
             state.links.start()
@@ -147,6 +155,7 @@ class Engine:
         self._state.links.stop(reason)
         self._transports.close()
         self._state.workers.close(_FINALIZE_S)
+        self._state.desk.close(_FINALIZE_S)
         self._movers.close()
         self._state.slab.close_descriptor()
         self._close_pools()
@@ -180,6 +189,12 @@ class Engine:
         address = self._state.links.listen_address
         return (address.host, address.port) if address else None
 
+    def errand(
+        self, name: str, job: Callable[[Call], T], limit_s: tuple[float, Exception] | None = None
+    ) -> Errand[T]:
+        """A call that changes state, for a thread that no signal strikes."""
+        return Errand(name, self._state.desk, job, limit_s)
+
     def register(
         self,
         desc: CacheDesc,
@@ -187,19 +202,22 @@ class Engine:
         keys: Sequence[CacheKey] | Sequence[BlocksCacheKey],
         is_blocks: bool,
         remote_accessible: bool | None,
-    ) -> Cache:
+    ) -> Errand[Cache]:
         """See ``Catalog.register``."""
-        return self._catalog.register(
-            desc, addrs, keys, is_blocks=is_blocks, remote_accessible=remote_accessible
+        return self.errand(
+            "register",
+            lambda call: self._catalog.register(
+                desc, addrs, keys, is_blocks=is_blocks, remote_accessible=remote_accessible, call=call
+            ),
         )
 
-    def unregister(self, cache_id: int) -> None:
+    def unregister(self, cache_id: int) -> Errand[None]:
         """See ``Catalog.unregister``."""
-        self._catalog.unregister(cache_id)
+        return self.errand("unregister", lambda call: self._catalog.unregister(cache_id, call))
 
-    def remap(self, ranges: Sequence[MemInfo]) -> None:
+    def remap(self, ranges: Sequence[MemInfo]) -> Errand[None]:
         """See ``Catalog.remap``."""
-        self._catalog.remap(ranges)
+        return self.errand("remap", lambda call: self._catalog.remap(ranges))
 
     def caches(self) -> list[CacheInfo]:
         """See ``Catalog.infos``."""
@@ -207,17 +225,21 @@ class Engine:
 
     def allocate(
         self, desc: CacheDesc, keys: Sequence[CacheKey] | Sequence[BlocksCacheKey], is_blocks: bool
-    ) -> Cache:
+    ) -> Errand[Cache]:
         """See ``Allocator.allocate``."""
-        return self._allocator.allocate(desc, keys, is_blocks=is_blocks)
+        return self.errand(
+            "allocate", lambda call: self._allocator.allocate(desc, keys, is_blocks=is_blocks, call=call)
+        )
 
-    def deallocate(self, cache: Cache, is_blocks: bool) -> None:
+    def deallocate(self, cache: Cache, is_blocks: bool) -> Errand[None]:
         """See ``Allocator.deallocate``."""
-        self._allocator.deallocate(cache, is_blocks=is_blocks)
+        return self.errand(
+            "deallocate", lambda call: self._allocator.deallocate(cache, is_blocks=is_blocks, call=call)
+        )
 
-    def remove_key(self, key: CacheKey) -> None:
+    def remove_key(self, key: CacheKey) -> Errand[None]:
         """See ``Allocator.remove_key``."""
-        self._allocator.remove_key(key)
+        return self.errand("remove_cache_key", lambda call: self._allocator.remove_key(key))
 
     def pool_info(self, placement: Placement) -> PoolInfo:
         """See ``Allocator.pool_info``."""
@@ -236,57 +258,71 @@ class Engine:
         self._initiator.pull(request, started)
         self._express.learn(request)
 
-    def push(self, request: PushCache | PushBlocks) -> None:
+    def push(self, request: PushCache | PushBlocks) -> Errand[None]:
         """See ``Pusher.push``."""
-        self._pusher.push(request)
+        return self.errand("push", lambda call: self._pusher.push(request, call))
 
-    def pull_async(self, request: PullCache | PullBlocks) -> CacheTask:
+    def pull_async(self, request: PullCache | PullBlocks) -> Errand[CacheTask]:
         """See ``Background.start``."""
-        return self._background.start(self._initiator, request)
+        return self._begin("pull", self._initiator, request)
 
-    def push_async(self, request: PushCache | PushBlocks) -> CacheTask:
+    def push_async(self, request: PushCache | PushBlocks) -> Errand[CacheTask]:
         """See ``Background.start``."""
-        return self._background.start(self._pusher, request)
+        return self._begin("push", self._pusher, request)
 
-    def send_notify(self, cluster_id: int, notice: Notice) -> None:
+    def _begin(self, name: str, mover: Mover[R], request: R) -> Errand[CacheTask]:
+        started = time.monotonic()
+        return self.errand(name, lambda call: self._background.start(mover, request, started, call))
+
+    def send_notify(self, cluster_id: int, notice: Notice) -> Errand[None]:
         """See ``Notifications.send``."""
-        self._notifications.send(cluster_id, notice)
+        return self.errand("send_notify", lambda call: self._notifications.send(cluster_id, notice, call))
 
     def notifies(self) -> list[Notify]:
         """See ``Notifications.take``."""
         return self._notifications.take()
 
-    def push_layers(self, request: PushLayers) -> CacheTask:
+    def push_layers(self, request: PushLayers) -> Errand[CacheTask]:
         """See ``LayerPusher.push_layers``."""
-        return self._layer_pusher.push_layers(request)
+        return self.errand("transfer_cache", lambda call: self._layer_pusher.push_layers(request, call))
 
-    def link(self, targets: Sequence[tuple[int, tuple[str, int]]], timeout_ms: int) -> list[LLMStatusCode]:
-        """See ``Linking.link``."""
-        return self._linking.link(targets, timeout_ms)
+    def link(
+        self, targets: Sequence[tuple[int, tuple[str, int]]], timeout_ms: int, call: Call
+    ) -> list[LLMStatusCode]:
+        """See ``Linking.link``. For an errand."""
+        return self._linking.link(targets, timeout_ms, call)
 
-    def unlink(self, cluster_ids: Sequence[int], timeout_ms: int, force: bool) -> list[LLMStatusCode]:
-        """See ``Linking.unlink``."""
-        return self._linking.unlink(cluster_ids, timeout_ms, force=force)
+    def unlink(
+        self, cluster_ids: Sequence[int], timeout_ms: int, force: bool, call: Call
+    ) -> list[LLMStatusCode]:
+        """See ``Linking.unlink``. For an errand."""
+        return self._linking.unlink(cluster_ids, timeout_ms, call, force=force)
 
-    def link_comm(self, comm_name: str, ranks: Mapping[int, int], rank_table: str) -> int:
+    def link_comm(self, comm_name: str, ranks: Mapping[int, int], rank_table: str) -> Errand[int]:
         """See ``Comms.link``."""
-        return self._comms.link(comm_name, ranks, rank_table)
+        return self.errand("link", lambda call: self._comms.link(comm_name, ranks, rank_table, call))
 
     def comm_status(self, comm_id: int) -> RegisterMemStatus:
         """See ``Comms.status``."""
         return self._comms.status(comm_id)
 
-    def unlink_comm(self, comm_id: int) -> None:
+    def unlink_comm(self, comm_id: int) -> Errand[None]:
         """See ``Comms.unlink``."""
-        self._comms.unlink(comm_id)
+        return self.errand("unlink", lambda call: self._comms.unlink(comm_id, call))
 
     def switch_role(self, role: LLMRole, listen: tuple[str, int] | None) -> None:
-        """See ``Linking.switch_role``."""
+        """See ``Linking.switch_role``. For an errand."""
         self._linking.switch_role(int(role), listen)
 
-    def drain(self, timeout_ms: int) -> None:
-        """See ``Draining.drain``."""
-        self._draining.drain(timeout_ms)
+    def drain(self, timeout_ms: int) -> Errand[None]:
+        """See ``Draining.drain``. A caller that is a signal handler may hold a lock that this waits for."""
+        caller = threading.get_ident()
+        limit_s = timeout_ms / 1000 + GRACE_S
+        return self.errand(
+            "drain",
+            lambda call: self._draining.drain(timeout_ms, caller, call),
+            (limit_s, not_idle(timeout_ms)),
+        )
 
     def check_link(self, cluster_id: int) -> None:
         """See ``Linking.check``."""

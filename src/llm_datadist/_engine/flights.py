@@ -4,8 +4,7 @@ So that it can be waited for and cut off.
 
 Invariant: a flight that moves bytes ends only after its last byte; so "none left" means "nothing of ours
 writes there any more".
-Thread rule: the set is guarded by the engine's condition, which is notified whenever a flight ends. Cuts
-happen outside it.
+Thread rule: they begin under the engine's lock; whoever waits is woken when one ends. Cuts happen outside it.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from llm_datadist._link.link import Link
+from llm_datadist._waiting import Changes
 from llm_datadist.status import LLMException
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class Flight:
         reads: The peer's cache that it is reading now; 0: none.
     """
 
-    __slots__ = ("_cancel", "_link", "cache_ids", "error", "reads", "serving", "thread")
+    __slots__ = ("_cancel", "_link", "_under_way", "cache_ids", "error", "reads", "serving", "thread")
 
     def __init__(self, link: Link | None, cache_ids: tuple[int, ...], *, serving: bool = False) -> None:
         self._link = link
@@ -39,6 +39,7 @@ class Flight:
         self.serving = serving
         self.thread: int | None = None
         self.reads = 0
+        self._under_way: threading.Lock | None = None  # taken as long as its call goes on
         self.error: LLMException | None = None
         self._cancel: Callable[[str], None] | None = None
 
@@ -48,6 +49,16 @@ class Flight:
         if self._link is None:
             raise ValueError("a copy within this process has no link")
         return self._link
+
+    def during(self) -> threading.Lock:
+        """Taken by its call from before its beginning to its end; then it is over, whoever says so or does not."""
+        self._under_way = lock = threading.Lock()
+        return lock
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its call has ended."""
+        return self._under_way is not None and not self._under_way.locked()
 
     @property
     def has_link(self) -> bool:
@@ -100,25 +111,20 @@ class Flight:
 class Flights:
     """All flights of an engine."""
 
-    def __init__(self, lock: threading.Lock, condition: threading.Condition) -> None:
-        self._lock = lock
-        self._condition = condition  # of that lock
-        self._all: set[Flight] = set()
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._all: set[Flight] = set()  # each change of it is one step, and a copy is looked at
 
     def fly(self, flight: Flight, body: Callable[[], T]) -> T:
-        """Runs ``body``, in which the flight may begin; at its end it has ended, also by an interrupt.
+        """Runs ``body``, in which the flight may begin; at its end it has ended, also by interrupts.
 
-        Which may hit the ending itself: hence the second try, and no context manager, whose ``__exit__`` an
-        interrupt can keep from running.
+        They may keep ``end`` from running, but not a plain lock from being let go of.
         """
-        try:
-            return body()
-        finally:
+        with flight.during():
             try:
+                return body()
+            finally:
                 self.end(flight)
-            except BaseException:
-                self.end(flight)
-                raise
 
     def begin(self, flight: Flight) -> Flight:
         """Enters a flight. The caller holds the lock."""
@@ -126,22 +132,22 @@ class Flights:
         return flight
 
     def end(self, flight: Flight) -> None:
-        """Takes it out and wakes who waits; nothing if it is out. The caller does not hold the lock."""
-        with (
-            self._lock
-        ):  # not by the condition, whose ``__enter__`` an interrupt may leave with the lock taken
-            self._all.discard(flight)
-            self._condition.notify_all()
+        """Takes it out and wakes who waits; nothing if it is out."""
+        self._all.discard(flight)
+        self._changes.notify_all()
 
     def where(self, chosen: Callable[[Flight], bool]) -> list[Flight]:
-        """The flights that a predicate picks. The caller holds the lock."""
-        return [f for f in self._all if chosen(f)]
+        """The flights that a predicate picks."""
+        under_way = list(self._all)
+        over = [f for f in under_way if f.is_over]
+        if over:
+            self._all.difference_update(over)
+        return [f for f in under_way if not f.is_over and chosen(f)]
 
     def cut(self, chosen: Callable[[Flight], bool], error: LLMException) -> None:
         """Cuts off what the predicate picks; one that only serves is out at once. The caller holds no lock."""
-        with self._lock:
-            picked = self.where(chosen)
-            self._all.difference_update([f for f in picked if f.serving])
-            self._condition.notify_all()
+        picked = self.where(chosen)
+        self._all.difference_update([f for f in picked if f.serving])
+        self._changes.notify_all()
         for flight in picked:
             flight.cut(error)

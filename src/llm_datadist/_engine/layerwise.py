@@ -18,6 +18,7 @@ from llm_datadist._core.layer_plans import TENSORS_PER_LAYER, LayerBlocks, check
 from llm_datadist._core.leases import Lease
 from llm_datadist._core.registry import Record, request_name
 from llm_datadist._core.requests import Layers, PushLayers
+from llm_datadist._engine.errands import Call
 from llm_datadist._engine.failures import Context
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.offering import Offering, OfferTerms
@@ -36,7 +37,7 @@ class LayerPusher:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def push_layers(self, request: PushLayers) -> CacheTask:
+    def push_layers(self, request: PushLayers, call: Call) -> CacheTask:
         """Checks in the caller, then works in the background.
 
         Raises:
@@ -50,14 +51,24 @@ class LayerPusher:
             record = state.record_of(request.cache)
         blocks = check_push_layers(request, record.layout)
         runs: list[_Run] = []
-        book = TaskBook(len(request.configs), lambda: _cancel(runs), state.run_callbacks)
+        book = TaskBook(len(request.configs), lambda: _cancel(runs), state.run_callbacks, state.do_elsewhere)
+        call.on_drop(book.task.cancel)
         configs: Sequence[TransferConfig | TransferWithCacheKeyConfig] = request.configs
-        for at, config in enumerate(configs):
-            run = _Run(state, record, book, at, config, blocks)
-            runs.append(run)
-            run.open()
-        state.workers.submit(book, lambda: _drive(request.synchronizer, runs))
+        try:
+            for at, config in enumerate(configs):
+                run = _Run(state, record, book, at, config, blocks)
+                runs.append(run)
+                run.open()
+        except BaseException:
+            _cancel(runs)
+            raise
+        state.workers.submit(book, lambda: _drive(request.synchronizer, runs), lambda exc: _refuse(runs, exc))
         return book.task
+
+
+def _refuse(runs: list[_Run], error: LLMException) -> None:
+    for run in runs:
+        run.refuse(error)
 
 
 def _cancel(runs: list[_Run]) -> None:
@@ -190,6 +201,10 @@ class _Run:
         """A config whose range names no layer is complete."""
         if not len(self.layers):
             self._finish(None)
+
+    def refuse(self, error: LLMException) -> None:
+        """There is no thread for the task."""
+        self._finish(error)
 
     def abort(self) -> None:
         """The task was cancelled; its book has the results already."""

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
+from llm_datadist._engine.errands import Call
 from llm_datadist._engine.state import Peer, State, describe, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._link.seam import Address, Target
@@ -37,10 +40,12 @@ class Linking:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def link(self, targets: Sequence[tuple[int, tuple[str, int]]], timeout_ms: int) -> list[LLMStatusCode]:
-        """Dials all in parallel; one code per target."""
+    def link(
+        self, targets: Sequence[tuple[int, tuple[str, int]]], timeout_ms: int, call: Call
+    ) -> list[LLMStatusCode]:
+        """Dials all in parallel; one code per target. A cut gives up what is not linked yet."""
         wanted = [Target(cluster_id, Address(*address)) for cluster_id, address in targets]
-        codes = self._state.links.dial(wanted, timeout_ms / 1000)
+        codes = self._state.links.dial(wanted, timeout_ms / 1000, call.on_cut)
         for target, code in zip(wanted, codes, strict=True):
             link = self._state.links.get(target.cluster_id)
             if code in _LINKED and link is not None:
@@ -93,28 +98,34 @@ class Linking:
 
     # ---- unlinking --------------------------------------------------------------------------------------------
 
-    def unlink(self, cluster_ids: Sequence[int], timeout_ms: int, *, force: bool) -> list[LLMStatusCode]:
-        """Drops links that no comm holds, in parallel; one code per cluster."""
+    def unlink(
+        self, cluster_ids: Sequence[int], timeout_ms: int, call: Call, *, force: bool
+    ) -> list[LLMStatusCode]:
+        """Drops links that no comm holds, in parallel; one code per cluster. A cut ends the waiting."""
         deadline = time.monotonic() + timeout_ms / 1000
-        return _in_parallel(cluster_ids, lambda cluster_id: self._unlink(cluster_id, deadline, force=force))
+        call.on_cut(self._state.condition.notify_all)
+        return _in_parallel(
+            cluster_ids, lambda cluster_id: self._unlink(cluster_id, deadline, call, force=force)
+        )
 
-    def leave(self, cluster_ids: Sequence[int], timeout_s: float) -> list[LLMStatusCode]:
+    def leave(self, cluster_ids: Sequence[int], timeout_s: float, call: Call) -> list[LLMStatusCode]:
         """Drops links that link_clusters holds on neither side, in parallel; one code per cluster."""
         deadline = time.monotonic() + timeout_s
-        return _in_parallel(cluster_ids, lambda cluster_id: self._leave(cluster_id, deadline))
+        call.on_cut(self._state.condition.notify_all)
+        return _in_parallel(cluster_ids, lambda cluster_id: self._leave(cluster_id, deadline, call))
 
-    def _leave(self, cluster_id: int, deadline: float) -> LLMStatusCode:
+    def _leave(self, cluster_id: int, deadline: float, call: Call) -> LLMStatusCode:
         link = self._state.links.get(cluster_id)
         if link is None or peer_of(link).by_clusters:
             return LLMStatusCode.LLM_SUCCESS
-        return self._drop_if_idle(link, deadline, if_unused=True)
+        return self._drop_if_idle(link, deadline, call, if_unused=True)
 
-    def _drop_if_idle(self, link: Link, deadline: float, *, if_unused: bool) -> LLMStatusCode:
-        if not self._close_when_idle(link, deadline):
+    def _drop_if_idle(self, link: Link, deadline: float, call: Call, *, if_unused: bool) -> LLMStatusCode:
+        if not self._close_when_idle(link, deadline, lambda: call.dropped):
             return LLMStatusCode.LLM_LINK_BUSY
-        return self._agree(link, deadline, if_unused=if_unused)
+        return self._agree(link, deadline, call, if_unused=if_unused)
 
-    def _unlink(self, cluster_id: int, deadline: float, *, force: bool) -> LLMStatusCode:
+    def _unlink(self, cluster_id: int, deadline: float, call: Call, *, force: bool) -> LLMStatusCode:
         state = self._state
         link = state.links.get(cluster_id)
         if link is None:
@@ -129,9 +140,9 @@ class Linking:
         if force:
             self._drop(link, "unlinked with force", tell=True)
             return LLMStatusCode.LLM_SUCCESS
-        return self._drop_if_idle(link, deadline, if_unused=False)
+        return self._drop_if_idle(link, deadline, call, if_unused=False)
 
-    def _agree(self, link: Link, deadline: float, *, if_unused: bool) -> LLMStatusCode:
+    def _agree(self, link: Link, deadline: float, call: Call, *, if_unused: bool) -> LLMStatusCode:
         """Asks the peer to let go as well; whatever it says but busy or in use, the link goes."""
         peer = peer_of(link)
         left_s = max(0.0, deadline - time.monotonic())
@@ -141,15 +152,16 @@ class Linking:
         )
         code = LLMStatusCode.LLM_SUCCESS
         try:
-            answer = link.call(question).wait(deadline + max(_ANSWER_S, left_s * (1 - _PEERS_SHARE))).message
+            pending = link.call(question)
+            call.on_cut(pending.give_up)
+            answer = pending.wait(deadline + max(_ANSWER_S, left_s * (1 - _PEERS_SHARE))).message
         except TimeoutError:
             code = LLMStatusCode.LLM_TIMEOUT
         except LinkLost:
+            if call.dropped:  # the peer may have let go by now, so this side does too
+                self._drop(link, "unlinking was interrupted", tell=True)
             # Both sides may unlink at once: then each has told the other that it may go.
             return LLMStatusCode.LLM_SUCCESS if peer.unlinked else LLMStatusCode.LLM_UNLINK_FAILED
-        except BaseException:  # Ctrl-C: the peer may have let go by now, so this side does too
-            self._state.links.drop(link, "unlinking was interrupted", tell=True)
-            raise
         else:
             said = code_of(answer.code) if isinstance(answer, Done) else code
             if said in _STAYS:
@@ -167,8 +179,11 @@ class Linking:
                 lambda: not state.flights.where(lambda f: f.uses(link) and not f.serving), _LAST_BYTES_S
             )
 
-    def _close_when_idle(self, link: Link, deadline: float) -> bool:
-        """Marks the link as closing once nothing is in flight on it; False when it is busy until then."""
+    def _close_when_idle(self, link: Link, deadline: float, gone: Callable[[], bool] = lambda: False) -> bool:
+        """Marks the link as closing once nothing is in flight on it; False when it is busy until then.
+
+        Also false when nobody waits for that any more (``gone``).
+        """
         state = self._state
         with state.lock:
             while True:
@@ -178,7 +193,7 @@ class Linking:
                 if not leases and not state.flights.where(lambda f: f.uses(link)):
                     peer_of(link).closing = True
                     return True
-                if now >= deadline:
+                if now >= deadline or gone():
                     return False
                 state.condition.wait(min([deadline, *(x.expires_at for x in leases)]) - now)
 
@@ -205,11 +220,16 @@ def _in_parallel(cluster_ids: Sequence[int], one: Callable[[int], LLMStatusCode]
     def at(index: int) -> None:
         codes[index] = one(cluster_ids[index])
 
-    others = [threading.Thread(target=at, args=(i,), daemon=True) for i in range(1, len(cluster_ids))]
-    for thread in others:
-        thread.start()
-    if cluster_ids:
-        at(0)
+    others: list[threading.Thread] = []
+    left = deque(range(len(cluster_ids)))
+    with suppress(RuntimeError):  # the system has no thread left: one after the other, here
+        while len(left) > 1:
+            thread = threading.Thread(target=at, args=(left[-1],), daemon=True)
+            thread.start()
+            others.append(thread)
+            left.pop()
+    for index in left:
+        at(index)
     for thread in others:
         thread.join()
     return codes

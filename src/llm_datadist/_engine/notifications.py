@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 
 from llm_datadist._core.notices import Notice, NoticeQueue, check_notice
+from llm_datadist._engine.errands import Call, interrupted
 from llm_datadist._engine.failures import Context
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.state import State, describe, tell
@@ -34,7 +35,7 @@ class Notifications:
             state.check_open()
             return self._queue.take()
 
-    def send(self, cluster_id: int, notice: Notice) -> None:
+    def send(self, cluster_id: int, notice: Notice, call: Call) -> None:
         """Returns once it is in the peer's queue, within sync_kv_timeout.
 
         Raises:
@@ -46,6 +47,7 @@ class Notifications:
         state = self._state
         started = time.monotonic()
         flight = Flight(None, ())
+        call.on_cut(lambda: flight.cut(interrupted()))
 
         def body() -> None:
             with state.lock:

@@ -11,6 +11,7 @@ import time
 from llm_datadist._core import planning
 from llm_datadist._core.registry import Record, request_name
 from llm_datadist._core.requests import PushBlocks, PushCache
+from llm_datadist._engine.errands import Call, interrupted
 from llm_datadist._engine.failures import Context
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.offering import Offering, OfferTerms
@@ -28,7 +29,7 @@ class Pusher:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def push(self, request: PushCache | PushBlocks) -> None:
+    def push(self, request: PushCache | PushBlocks, call: Call) -> None:
         """Pushes, or raises; returns within sync_kv_timeout.
 
         Raises:
@@ -42,6 +43,7 @@ class Pusher:
         started = time.monotonic()
         record = self.check(request)
         flight = Flight(None, (record.cache_id,))
+        call.on_cut(lambda: flight.cut(interrupted()))
 
         def body() -> None:
             self.begin(request, record, flight)

@@ -1,6 +1,6 @@
 """What the parts of one engine share: the lock and everything under it.
 
-Thread rule: ``condition`` guards registry, leases, flights and the peers' tables. Nothing that blocks,
+Thread rule: ``lock`` guards registry, leases, flights and the peers' tables. Nothing that blocks,
 logs user objects or calls back happens under it: decide under the lock, act outside.
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import math
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from llm_datadist._core.registry import GenerationWord, KeyName, Record, Registr
 from llm_datadist._core.remote_table import RemoteCache, RemoteTable
 from llm_datadist._core.sources import Sources
 from llm_datadist._engine import codec
+from llm_datadist._engine.errands import Desk, Errand
 from llm_datadist._engine.flights import Flights
 from llm_datadist._engine.pools import Pools
 from llm_datadist._engine.regions import Regions
@@ -28,6 +30,7 @@ from llm_datadist._engine.ways import Way
 from llm_datadist._engine.workers import Workers
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._link.service import LinkService
+from llm_datadist._waiting import Changes
 from llm_datadist._wire.framing import Buffer
 from llm_datadist._wire.messages import CacheEntry, Message
 from llm_datadist.caches import Cache
@@ -38,6 +41,7 @@ from llm_datadist.status import (
     LinkBusyError,
     LLMException,
     NotLinkedError,
+    OutOfMemoryError,
 )
 from llm_datadist.transports.seam import StreamChannel, TransportCaps, WordChannel
 
@@ -135,12 +139,15 @@ class State:
         self.accessible = options.accessible
         self.caps = caps
         self.lock = threading.Lock()
-        self.condition = threading.Condition(self.lock)  # the same lock, to wait for a change under it
+        self.condition = Changes(self.lock)  # to wait for a change of what it guards
         self.slab = Slab()
         self.registry = Registry(self.new_word, self.clear_word)
         self.leases = Leases(self.new_word, self.clear_word)
-        self.flights = Flights(self.lock, self.condition)
-        self.workers = Workers("llm-datadist-worker")
+        self.flights = Flights(self.condition)
+        self.desk = Desk(f"llm-datadist-call-{cluster_id}")
+        self.workers = Workers(
+            "llm-datadist-worker", lambda seconds, fn: self.links.call_at(time.monotonic() + seconds, fn)
+        )
         self.pools = Pools(options.pools)
         self.regions = Regions()
         self.links: LinkService
@@ -183,6 +190,14 @@ class State:
         """No route leads into that cache of ours any more. The caller holds the lock."""
         for link in self.by_token.values():
             peer_of(link).routes.forget(cache_id)
+
+    def do_elsewhere(self, job: Callable[[], bool]) -> bool:
+        """Does it on a thread that no signal strikes, for a caller's thread that waits; here if there is none."""
+        errand = Errand("cancel", self.desk, lambda _: job())
+        try:
+            return errand.run()
+        except OutOfMemoryError:
+            return job()
 
     def run_callbacks(self, job: Callable[[], None]) -> None:
         """Runs code of the user's here, or on a worker when here is the control thread, which it would hold up."""

@@ -1,7 +1,9 @@
 """Daemon threads for work that must not run on the control thread: receiving pushes, layer-wise tasks, unlinking.
 
 Threads are made on demand and end after a few idle seconds. Jobs are limited per key (a link), so a slow
-peer never keeps the jobs of another waiting.
+peer never keeps the jobs of another waiting. Where the system refuses a thread, a job that can be refused is, and
+any other waits for a thread of ours or for one that can be started a moment later: none is lost.
+Threads: ``submit`` and ``close`` from any that no signal strikes.
 """
 
 from __future__ import annotations
@@ -10,18 +12,30 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from llm_datadist._engine.errands import no_thread
 from llm_datadist._logs import get_logger
+from llm_datadist.status import LLMException
 
 _LOG = get_logger("llm_datadist.engine")
 _IDLE_S = 2.0  # a thread without work for so long ends
+_AGAIN_S = 0.1  # until a thread that could not be started is tried again
 _PER_KEY = 8  # jobs of one key that run at once: more only share the same link
 
 
 class Workers:
-    """Runs jobs, at most ``per_key`` of one key at a time, in order of their coming."""
+    """Runs jobs, at most ``per_key`` of one key at a time, in order of their coming.
 
-    def __init__(self, name: str, per_key: int = _PER_KEY) -> None:
+    Args:
+        name: Of its threads.
+        later: Calls a function that does not block after so many seconds.
+        per_key: Jobs of one key that run at once.
+    """
+
+    def __init__(
+        self, name: str, later: Callable[[float, Callable[[], None]], object], per_key: int = _PER_KEY
+    ) -> None:
         self._name = name
+        self._later = later
         self._per_key = per_key
         self._condition = threading.Condition()
         self._ready: deque[tuple[object, Callable[[], None]]] = deque()
@@ -29,10 +43,17 @@ class Workers:
         self._running: dict[object, int] = {}
         self._threads: set[threading.Thread] = set()
         self._idle = 0
+        self._starting = 0  # threads that have not looked for a job yet
+        self._is_late = False  # one is to be tried again
         self._closed = False
 
-    def submit(self, key: object, job: Callable[[], None]) -> bool:
-        """Runs ``job`` on a thread of the pool; False after ``close``: it is dropped."""
+    def submit(
+        self, key: object, job: Callable[[], None], refused: Callable[[LLMException], None] | None = None
+    ) -> bool:
+        """Runs ``job`` on a thread of the pool; False after ``close``: it is dropped.
+
+        ``refused`` is called, here, instead of the job when there is no thread for it. Without it the job waits.
+        """
         with self._condition:
             if self._closed:
                 return False
@@ -41,18 +62,39 @@ class Workers:
                 return True
             self._running[key] = self._running.get(key, 0) + 1
             self._ready.append((key, job))
-            if self._idle >= len(self._ready):
-                self._condition.notify()
+            if self._find_threads() or refused is None:
                 return True
+            self._ready.pop()
+            self._end_turn(key)
+        refused(no_thread("a transfer in the background"))
+        return True
+
+    def _find_threads(self) -> bool:
+        """Sees to it that every job that is ready has a thread. The caller holds the lock."""
+        self._condition.notify(len(self._ready))
+        while self._idle + self._starting < len(self._ready):
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._threads.add(thread)
-        try:
-            thread.start()
-        except RuntimeError:  # the system has no thread left: the job waits for one of ours
-            _LOG.error("no thread could be started for a background job; it waits for a free one")
-            with self._condition:
+            self._starting += 1
+            try:
+                thread.start()
+            except RuntimeError:
+                self._starting -= 1
                 self._threads.discard(thread)
+                if not self._is_late:
+                    self._is_late = True
+                    _LOG.warning(
+                        "no thread can be started for a background job; it waits: %s", no_thread("it")
+                    )
+                    self._later(_AGAIN_S, self._try_again)
+                return False
         return True
+
+    def _try_again(self) -> None:
+        with self._condition:
+            self._is_late = False
+            if not self._closed:
+                self._find_threads()
 
     def close(self, timeout_s: float) -> None:
         """Drops what has not begun and waits for what runs, at most so long in all."""
@@ -64,6 +106,8 @@ class Workers:
             self._condition.wait_for(lambda: not self._threads - {threading.current_thread()}, timeout_s)
 
     def _work(self) -> None:
+        with self._condition:
+            self._starting -= 1
         try:
             while (item := self._next()) is not None:
                 self._run(*item)
@@ -91,6 +135,9 @@ class Workers:
                 if not waiting:
                     del self._waiting[key]
                 return
-            self._running[key] -= 1
-            if not self._running[key]:
-                del self._running[key]
+            self._end_turn(key)
+
+    def _end_turn(self, key: object) -> None:
+        self._running[key] -= 1
+        if not self._running[key]:
+            del self._running[key]

@@ -153,8 +153,15 @@ class LinkService:
 
     # ---- links -------------------------------------------------------------------------------------
 
-    def dial(self, targets: Sequence[Target], timeout_s: float) -> list[LLMStatusCode]:
+    def dial(
+        self,
+        targets: Sequence[Target],
+        timeout_s: float,
+        on_cut: Callable[[Callable[[], object]], None] = lambda cancel: None,
+    ) -> list[LLMStatusCode]:
         """Links with all targets in parallel; blocks at most ``timeout_s``.
+
+        ``on_cut`` is given what gives up all that is not linked yet.
 
         Returns:
             One code per target: LLM_SUCCESS, LLM_ALREADY_LINK, LLM_LINK_FAILED, LLM_TIMEOUT,
@@ -173,11 +180,8 @@ class LinkService:
 
         if not self._loop.call_soon(begin):
             return [LLMStatusCode.LLM_ENGINE_FINALIZED] * len(targets)
-        try:
-            results.wait(timeout_s + GRACE_S)
-        except BaseException:  # KeyboardInterrupt: leave nothing under way
-            self._loop.call_soon(lambda: self._driver.dials.cancel(tickets))
-            raise
+        on_cut(lambda: self._loop.call_soon(lambda: self._driver.dials.cancel(tickets)))
+        results.wait(timeout_s + GRACE_S)
         return results.codes()
 
     def dial_quietly(

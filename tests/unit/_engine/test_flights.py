@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from llm_datadist._engine.flights import Flight, Flights
+from llm_datadist._waiting import Changes
 from llm_datadist.status import CacheNotExistError, LinkFailedError
 
 LINK: Any = object()
@@ -97,17 +98,16 @@ def test_every_race_of_a_cut_with_what_it_cancels_ends_in_a_cancel() -> None:
 
 @pytest.fixture
 def flights() -> Flights:
-    lock = threading.Lock()
-    return Flights(lock, threading.Condition(lock))
+    return Flights(Changes(threading.Lock()))
 
 
 def begin(flights: Flights, *ids: int, link: Any = LINK, serving: bool = False) -> Flight:
-    with flights._condition:
+    with flights._changes._lock:
         return flights.begin(Flight(link, ids, serving=serving))
 
 
 def all_of(flights: Flights) -> set[Flight]:
-    with flights._condition:
+    with flights._changes._lock:
         return set(flights.where(lambda _: True))
 
 
@@ -116,7 +116,7 @@ def test_cut_picks_and_leaves_the_rest(flights: Flights) -> None:
     flights.cut(lambda f: 2 in f.cache_ids, GONE)
     assert (first.error, second.error) == (GONE, None)
     assert all_of(flights) == {first, second}, "one that writes stays until its last byte"
-    with flights._condition:
+    with flights._changes._lock:
         assert flights.where(lambda f: 3 in f.cache_ids) == [second]
 
 
@@ -147,15 +147,15 @@ def test_the_end_wakes_who_waits(flights: Flights, serving: bool) -> None:
     waiting, ended = threading.Event(), threading.Event()
 
     def wait() -> None:
-        with flights._condition:
+        with flights._changes._lock:
             waiting.set()
-            if flights._condition.wait_for(lambda: not flights.where(lambda _: True), 10):
+            if flights._changes.wait_for(lambda: not flights.where(lambda _: True), 10):
                 ended.set()
 
     thread = threading.Thread(target=wait)
     thread.start()
     assert waiting.wait(10)
-    with flights._condition:
+    with flights._changes._lock:
         pass  # the waiter has given the lock up: it waits
     if serving:
         flights.cut(lambda _: True, GONE)

@@ -102,9 +102,9 @@ def test_a_small_answer_is_sent_under_the_lock(scene: Scene, monkeypatch: pytest
     send = ServedConnection._send_whole
 
     def look(connection: ServedConnection, extents: Extents) -> None:
-        free.append(scene.state.condition.acquire(blocking=False))
+        free.append(scene.state.lock.acquire(blocking=False))
         if free[-1]:
-            scene.state.condition.release()
+            scene.state.lock.release()
         send(connection, extents)
 
     monkeypatch.setattr(ServedConnection, "_send_whole", look)

@@ -108,7 +108,7 @@ class Reading:
         self.flight = Flight(link, (1,))
         self.flight.reads = cache_id
         self.cut = threading.Event()
-        with self._state.condition:
+        with self._state.lock:
             self._state.flights.begin(self.flight)
         self.flight.on_cut(lambda reason: self.cut.set())
 

@@ -11,14 +11,19 @@ import pytest
 
 from llm_datadist._engine import workers as module
 from llm_datadist._engine.workers import Workers
+from llm_datadist.status import LLMException, LLMStatusCode
 from tests.support.world import wait_until
 
 PATIENCE_S = 10.0
 
 
+def never(seconds: float, fn: Callable[[], None]) -> None:
+    raise AssertionError("a thread could not be started")
+
+
 @pytest.fixture
 def workers() -> Iterator[Workers]:
-    pool = Workers("test-worker", per_key=2)
+    pool = Workers("test-worker", never, per_key=2)
     yield pool
     pool.close(PATIENCE_S)
     assert not running()
@@ -84,7 +89,7 @@ def test_many_keys_run_at_once(workers: Workers) -> None:
 
 
 def test_jobs_of_one_key_start_in_order() -> None:
-    pool = Workers("test-worker", per_key=1)
+    pool = Workers("test-worker", never, per_key=1)
     order: list[int] = []
     for n in range(300):
         pool.submit("key", lambda n=n: order.append(n))  # type: ignore[misc]
@@ -157,7 +162,7 @@ def test_a_job_that_raises_is_logged_and_frees_its_turn(
 
 
 def test_close_drops_what_has_not_begun_and_waits_for_what_runs() -> None:
-    pool, gate, ran = Workers("test-worker", per_key=1), Gate(), threading.Event()
+    pool, gate, ran = Workers("test-worker", never, per_key=1), Gate(), threading.Event()
     pool.submit("key", gate.job(0))
     gate.begun(1)
     pool.submit("key", ran.set)
@@ -174,7 +179,7 @@ def test_close_drops_what_has_not_begun_and_waits_for_what_runs() -> None:
 
 
 def test_close_gives_up_after_its_time_and_wakes_the_idle() -> None:
-    pool, gate = Workers("test-worker", per_key=1), Gate()
+    pool, gate = Workers("test-worker", never, per_key=1), Gate()
     flush(pool, "idle")
     pool.submit("key", gate.job(0))
     gate.begun(1)
@@ -186,7 +191,7 @@ def test_close_gives_up_after_its_time_and_wakes_the_idle() -> None:
 
 
 def test_close_from_a_job_does_not_wait_for_itself() -> None:
-    pool, done = Workers("test-worker"), threading.Event()
+    pool, done = Workers("test-worker", never), threading.Event()
 
     def close() -> None:
         pool.close(PATIENCE_S)
@@ -195,3 +200,66 @@ def test_close_from_a_job_does_not_wait_for_itself() -> None:
     pool.submit("key", close)
     assert done.wait(PATIENCE_S / 2)
     assert wait_until(lambda: running() == 0, PATIENCE_S)
+
+
+# ---- no threads ---------------------------------------------------------------------------------------------
+
+
+class Later:
+    """What is to be tried again, and is when a test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def __call__(self, seconds: float, fn: Callable[[], None]) -> None:
+        self.calls.append(fn)
+
+
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def test_g3_a_job_that_can_be_refused_is_and_frees_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    later, errors = Later(), list[LLMException]()
+    pool = Workers("test-worker", later, per_key=1)
+    with monkeypatch.context() as short:
+        no_threads(short)
+        for _ in range(3):
+            pool.submit("key", pytest.fail, errors.append)
+    assert [e.status_code for e in errors] == [LLMStatusCode.LLM_OUT_OF_MEMORY] * 3
+    assert "limit of threads or processes" in str(errors[0])
+    flush(pool, "key")
+    pool.close(PATIENCE_S)
+
+
+def test_g3_a_job_that_cannot_be_refused_waits_for_a_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    later, ran = Later(), list[int]()
+    pool = Workers("test-worker", later)
+    with monkeypatch.context() as short:
+        no_threads(short)
+        for n in range(3):
+            assert pool.submit(n, lambda n=n: ran.append(n))  # type: ignore[misc]
+        assert len(later.calls) == 1 and len(caplog.records) == 1
+        later.calls.pop()()
+        assert len(later.calls) == 1 and not ran
+    later.calls.pop()()
+    assert wait_until(lambda: sorted(ran) == [0, 1, 2], PATIENCE_S)
+    pool.close(PATIENCE_S)
+
+
+def test_g3_a_job_without_a_thread_is_done_by_one_that_becomes_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    later, gate, done = Later(), Gate(), threading.Event()
+    pool = Workers("test-worker", later)
+    pool.submit("busy", gate.job(0))
+    gate.begun(1)
+    with monkeypatch.context() as short:
+        no_threads(short)
+        pool.submit("next", done.set)
+        gate.open()
+        assert done.wait(PATIENCE_S)
+    pool.close(PATIENCE_S)

@@ -1,0 +1,120 @@
+"""How threads wait for each other so that no interrupt breaks it.
+
+An exception of a signal handler comes between any two calls of the main thread. ``threading.Event`` and
+``Condition`` are Python: one that comes inside them leaves their lock taken, or lets go of one that is free. A
+plain lock is C: an ``acquire`` has it or has it not, and ``with lock:`` always lets go. So a caller's thread waits
+by ``acquire`` of a lock of its own, which whoever it waits for releases, and holds no other lock meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+_LONGEST_S = 0.1  # of one sleep: an interrupt may have kept a thread from waking others
+
+
+def _taken() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def _release_all(waiting: deque[threading.Lock]) -> None:
+    while waiting:
+        try:
+            waiting.popleft().release()
+        except IndexError:  # another thread woke the last one
+            return
+
+
+class Latch:
+    """Opens once, for any number of waiters. Threads: any."""
+
+    __slots__ = ("_open", "_waiting")
+
+    def __init__(self) -> None:
+        self._open = False
+        self._waiting: deque[threading.Lock] = deque()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has been opened."""
+        return self._open
+
+    def open(self) -> None:
+        """Lets all waiters go, now and later. Idempotent."""
+        self._open = True
+        _release_all(self._waiting)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until it is open; False when the time was over before. None: as long as it takes."""
+        if not self._open:
+            mine = _taken()
+            self._waiting.append(mine)
+            if not self.is_open:  # else ``open`` may not have seen us
+                mine.acquire(
+                    timeout=-1 if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
+                )
+        return self.is_open
+
+
+class Changes:
+    """Wakes those who wait for what a lock guards to change.
+
+    Threads: ``notify_all`` and ``ticket`` any. ``wait`` and ``wait_for`` let go of the lock and take it again, which an
+    interrupt may come between: they are for threads that no signal strikes.
+    """
+
+    __slots__ = ("_lock", "_waiting")
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._waiting: deque[threading.Lock] = deque()
+
+    def notify_all(self) -> None:
+        """Something has changed."""
+        _release_all(self._waiting)
+
+    def ticket(self) -> Ticket:
+        """For one sleep, outside the lock under which it was taken: until the next change after that."""
+        return Ticket(self._waiting)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleeps until something changes, a moment at most. The caller holds the lock."""
+        mine = self.ticket()
+        self._lock.release()
+        try:
+            mine.sleep(timeout_s)
+        finally:
+            self._lock.acquire()
+
+    def wait_for(self, predicate: Callable[[], object], timeout_s: float) -> bool:
+        """Waits until it holds; whether it does at the end. The caller holds the lock."""
+        deadline = time.monotonic() + timeout_s
+        while not predicate():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self.wait(left)
+        return True
+
+
+class Ticket:
+    """One sleep of one waiter. Made by ``Changes.ticket``."""
+
+    __slots__ = ("_mine", "_waiting")
+
+    def __init__(self, waiting: deque[threading.Lock]) -> None:
+        self._mine = _taken()
+        self._waiting = waiting
+        waiting.append(self._mine)
+
+    def sleep(self, timeout_s: float) -> None:
+        """Returns at the next change, after that time, or earlier: the waiter looks again."""
+        if not self._mine.acquire(timeout=min(max(0.0, timeout_s), _LONGEST_S)):
+            with suppress(ValueError):  # it was woken after all
+                self._waiting.remove(self._mine)
