@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-_LONGEST_S = 0.1  # of one sleep: an interrupt may have kept a thread from waking others
+# Of one sleep: an interrupt may have kept a thread from waking others, and a signal that comes just before a thread
+# sleeps does not wake it.
+_LONGEST_S = 0.1
 
 
 def _taken() -> threading.Lock:
@@ -52,14 +54,17 @@ class Latch:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until it is open; False when the time was over before. None: as long as it takes."""
-        if not self._open:
-            mine = _taken()
-            self._waiting.append(mine)
-            if not self.is_open:  # else ``open`` may not have seen us
-                mine.acquire(
-                    timeout=-1 if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
-                )
-        return self.is_open
+        if self._open:
+            return True
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        mine = _taken()
+        self._waiting.append(mine)
+        while not self.is_open:  # else ``open`` may not have seen us
+            left = _LONGEST_S if deadline is None else min(_LONGEST_S, deadline - time.monotonic())
+            if left <= 0:
+                return False
+            mine.acquire(timeout=left)
+        return True
 
 
 class Changes:

@@ -49,9 +49,9 @@ class Engines:
     ) -> None:
         self._stack.close()
 
-    def make(self, cluster_id: int) -> LLMDataDist:
+    def make(self, cluster_id: int, **more: str) -> LLMDataDist:
         engine = LLMDataDist(LLMRole.MIX, cluster_id)
-        more = {"AllowMultipleInstances": "1"}
+        more["AllowMultipleInstances"] = "1"
         engine.init(actors.options(self.mode, self.backend, "127.0.0.1:0", self._timeout_ms, **more))
         self._stack.callback(engine.finalize)
         arena = arena_of(engine)

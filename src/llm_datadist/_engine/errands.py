@@ -143,15 +143,18 @@ class Errand(Generic[T]):
         self.dropped = True
         if _taken_from(self._job) is not None:
             return  # nobody has begun, and nobody will
-        for cancel in self._cancels:
-            cancel()
+        self._desk.hand_in(Errand(self.name, self._desk, lambda _: self._cut(), or_here=True))
         if self._ended.wait(self._limit_s) and self._undo:
             Errand(self.name, self._desk, lambda _: self._take_back()).run()
+
+    def _cut(self) -> None:
+        for cancel in self._cancels:
+            cancel()
 
     # ---- its thread ----------------------------------------------------------------------------------------
 
     def on_cut(self, cancel: Callable[[], object]) -> None:
-        """A cut calls ``cancel``, in the caller's thread, at once and here if it was cut before."""
+        """A cut calls ``cancel``, at once and here if it was cut before."""
         # Noted, then looked at; ``settle`` does both the other way round, so that one of the two sees the other.
         self._cancels.append(cancel)
         if self.dropped:

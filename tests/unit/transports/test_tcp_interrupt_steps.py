@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dis
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,57 +16,13 @@ from llm_datadist.transports import tcp_pool
 from llm_datadist.transports.seam import Fault, FaultKind
 from llm_datadist.transports.tcp_pool import Taker
 from llm_datadist.transports.tcp_reading import ReadingConnection
+from tests.support.steps import Steps
 from tests.support.tcp_rig import CALL_S, MakeRig, Rig, extents_of, memory_of
 from tests.support.world import wait_until
 
 SIZE = 300
 FILES = ("tcp_units.py", "tcp_pool.py", "tcp_channel.py", "tcp_reading.py", "_sockets.py")
 HEAD = b"a selector of blocks"
-
-
-class _Steps:
-    """Interrupts a call where the interpreter looks for signals: when a function begins, and after each call.
-
-    Attributes:
-        where: File, line and function of the interrupt.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.where: tuple[str, int, str] | None = None
-        self._left = number
-        self._latest: dict[FrameType, str] = {}
-
-    def run(self, call: Callable[[], object]) -> bool:
-        """Whether it was interrupted at the step with that number; if not, it has fewer."""
-        before = sys.gettrace()
-        sys.settrace(self._trace)
-        try:
-            call()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-            self._latest.clear()
-        return False
-
-    def _trace(self, frame: FrameType, what: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(FILES):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if what == "call" or (what == "opcode" and self._latest.get(frame, "").startswith("CALL")):
-            self._step(frame)
-        if what == "opcode":
-            name, before = dis.opname[frame.f_code.co_code[frame.f_lasti]], self._latest.get(frame)
-            # Newer interpreters call ``__enter__`` like that; a lock taken there would never be released.
-            self._latest[frame] = "enter" if before == "LOAD_SPECIAL" else name
-        return self._trace
-
-    def _step(self, frame: FrameType) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self.where = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-            sys.settrace(None)
-            raise KeyboardInterrupt
 
 
 def plain(rig: Rig) -> Callable[[], object]:
@@ -100,7 +53,7 @@ def test_an_interrupt_at_any_step_leaves_no_connection_behind(
         if kept:
             refill()
             assert pool.sockets(), "none is to be had any more"
-        steps = _Steps(number)
+        steps = Steps(number, files=FILES)
         if not steps.run(call):
             break
         assert {id(sock) for sock in pool.sockets()} == {id(c.sock) for c in pool._idle}, steps.where
