@@ -6,6 +6,7 @@ import threading
 
 from llm_datadist._engine.control_calls import ControlCalls
 from llm_datadist._link.link import Link
+from llm_datadist._link.outbox import Outbox
 from llm_datadist._wire.messages import Unlink
 from llm_datadist.status import LLMStatusCode
 from tests.support.links import Engine
@@ -27,9 +28,12 @@ class Noting(ControlCalls):
         self.most = most
         self.sent: list[int] = []
 
-    def send(self, fd: int, data: bytes) -> int:
-        self.sent.append(super().send(fd, data[: self.most]))
-        return self.sent[-1]
+    def send(self, fd: int, outbox: Outbox) -> None:
+        part = Outbox()
+        part.put([outbox.joined()[: self.most]])
+        super().send(fd, part)
+        self.sent.append(part.forget_sent())
+        outbox.send(int, self.sent[-1])
 
 
 def test_frames_arrive_whole_however_little_the_socket_takes() -> None:

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import threading
 
-from llm_datadist.transports._sockets import NOW_NBYTES, Buffer, receive_now, send_now
+from llm_datadist._link.outbox import Outbox
+from llm_datadist.transports._sockets import (
+    NOW_NBYTES,
+    SEND_NOW,
+    SEND_NOW_CALL,
+    Buffer,
+    check_sent,
+    receive_now,
+)
 
 
 class ControlCalls:
@@ -19,9 +27,12 @@ class ControlCalls:
     def __init__(self) -> None:
         self._own = threading.local()  # goes with the thread: a finalized engine is garbage for a while
 
-    def send(self, fd: int, data: bytes) -> int:
+    def send(self, fd: int, outbox: Outbox) -> None:
         """See ``SocketCalls``."""
-        return send_now(fd, data)
+        data = outbox.joined()
+        outbox.send(SEND_NOW_CALL, fd, data, len(data), SEND_NOW)
+        if outbox.result < 0:
+            check_sent()
 
     def receive(self, fd: int) -> bytes | None:
         """See ``SocketCalls``."""

@@ -15,13 +15,12 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Protocol
 
 from llm_datadist._link.link import Link
 from llm_datadist._link.loop import ControlLoop, TimerHandle
+from llm_datadist._link.outbox import Outbox
 from llm_datadist._link.seam import Address, SocketCalls
 from llm_datadist._logs import get_logger
 from llm_datadist._wire.framing import Buffer
@@ -33,7 +32,6 @@ WRITE_TURN_NBYTES = 4 << 20  # at one go, so that one link cannot hold up the ot
 READ_TURN_NBYTES = 1 << 20
 RECV_NBYTES = 64 << 10
 DRAIN_CALLS = 64  # reads before the last words; a peer that floods us may miss them
-CHUNKS_PER_CALL = 256  # under IOV_MAX (1024)
 
 _log = get_logger("llm_datadist.link")
 _ASKS_US = (HelloIn, WelcomeIn, ConfirmIn)  # events that need a decision of ours
@@ -99,8 +97,7 @@ class Connection:
         self._owner = owner
         self._mark_dirty = mark_dirty
         self._lock = threading.Lock()
-        self._outbox: deque[Buffer] = deque()
-        self._outbox_nbytes = 0
+        self._outbox = Outbox()
         self._closed = False
         self._wants_write = False
         self._failing = False
@@ -128,17 +125,16 @@ class Connection:
         with self._lock:
             if self._closed or self._failing:
                 return
-            if self._outbox_nbytes + nbytes <= OUTBOX_LIMIT:
-                self._outbox.extend(chunks)
-                self._outbox_nbytes += nbytes
-                overflow = False
-                news, self._dirty = not self._dirty, True
+            overflow = self._outbox.nbytes + nbytes > OUTBOX_LIMIT
+            if overflow:
+                self._failing = True
             else:
-                self._failing, overflow, news = True, True, False
+                self._outbox.put(chunks)
+                if not self._dirty:  # announced first: an interrupt in between announces it twice
+                    self._mark_dirty(self)
+                    self._dirty = True
         if overflow:
             self._loop.call_soon(lambda: self.close(f"the peer does not read: {OUTBOX_LIMIT >> 20} MiB wait"))
-        if news:
-            self._mark_dirty(self)
 
     def flush(self) -> None:
         """See ``link.Carrier``."""
@@ -151,16 +147,15 @@ class Connection:
             except OSError as error:
                 failure, drained, self._failing = error, True, True
             ask = not drained and not self._wants_write
-            if ask:
-                self._wants_write = True
         if failure is not None:
             self._loop.call_soon(lambda: self._after_write_failure(failure))
         elif ask:
-            self._loop.call_soon(self._watch)
+            self._loop.call_soon(self._ask_to_write)
 
     def flush_posted(self) -> None:
         """``flush`` for what ``mark_dirty`` announced; it will be announced anew."""
-        self._dirty = False
+        with self._lock:
+            self._dirty = False
         self.flush()
 
     def note_alive(self) -> None:
@@ -178,28 +173,24 @@ class Connection:
     def _write(self) -> bool:
         """Under the lock: True when nothing is left."""
         budget = WRITE_TURN_NBYTES
+        self._outbox.forget_sent()  # by who was interrupted then
         while self._outbox and budget > 0:
             try:
-                sent = self._send_some()
+                self._send_some()
             except (BlockingIOError, InterruptedError):
                 return False
+            sent = self._outbox.forget_sent()
             if not sent:
                 return False
             budget -= sent
-            self._outbox_nbytes -= sent
-            while sent:
-                head = self._outbox.popleft()
-                if sent < len(head):
-                    self._outbox.appendleft(memoryview(head)[sent:])
-                    break
-                sent -= len(head)
         return not self._outbox
 
-    def _send_some(self) -> int:
-        if self._outbox_nbytes <= self._calls.nbytes:
-            return self._calls.send(self._sock.fileno(), b"".join(self._outbox))
-        chunks = list(islice(self._outbox, CHUNKS_PER_CALL))
-        return self._sock.sendmsg(chunks, (), socket.MSG_NOSIGNAL)
+    def _send_some(self) -> None:
+        outbox = self._outbox
+        if outbox.nbytes <= self._calls.nbytes:
+            self._calls.send(self._sock.fileno(), outbox)
+        else:
+            outbox.send(self._sock.sendmsg, outbox.first(), (), socket.MSG_NOSIGNAL)
 
     # ---- control thread ----------------------------------------------------------------------------
 
@@ -211,6 +202,10 @@ class Connection:
                 self._watch()
         if events & selectors.EVENT_READ and not self._closed:
             self._read()
+
+    def _ask_to_write(self) -> None:
+        self._wants_write = True
+        self._watch()
 
     def _watch(self) -> None:
         if not self._closed:

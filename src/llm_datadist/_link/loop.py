@@ -149,8 +149,8 @@ class ControlLoop:
 
     def _wake(self) -> None:
         if not self._woken and not self._closed and not self.on_thread():
+            os.eventfd_write(self._wake_fd, 1)  # first: an interrupt in between wakes it twice
             self._woken = True
-            os.eventfd_write(self._wake_fd, 1)
 
     # ---- control thread ----------------------------------------------------------------------------
 

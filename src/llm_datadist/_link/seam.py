@@ -14,6 +14,7 @@ from llm_datadist._wire.messages import DataHello, Identity
 
 if TYPE_CHECKING:
     from llm_datadist._link.link import Link
+    from llm_datadist._link.outbox import Outbox
     from llm_datadist._wire.framing import Frame
 
 DataSocket: TypeAlias = socket.socket
@@ -83,8 +84,8 @@ class SocketCalls(Protocol):
 
     nbytes: int
 
-    def send(self, fd: int, data: bytes) -> int:
-        """Sends what the socket takes now; returns how much that was.
+    def send(self, fd: int, outbox: Outbox) -> None:
+        """Sends what the socket takes now, and notes in the outbox how much that was.
 
         Raises:
             OSError: As the system reports it; never BlockingIOError.

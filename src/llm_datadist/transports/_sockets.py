@@ -71,7 +71,22 @@ def send_now(fd: int, data: bytes) -> int:
         OSError: As the system reports it; never BlockingIOError.
     """
     done: int = _send_now(fd, data, len(data), SEND_NOW)
-    return done if done >= 0 else max(0, _nothing("send"))
+    if done < 0:
+        check_sent()
+    return max(0, done)
+
+
+SEND_NOW_CALL = _send_now
+"""(fd, data, nbytes, ``SEND_NOW``) -> bytes sent; negative if none, see ``check_sent``. Keeps the GIL."""
+
+
+def check_sent() -> None:
+    """After a call that has sent nothing.
+
+    Raises:
+        OSError: As the system reports it; never BlockingIOError.
+    """
+    _nothing("send")
 
 
 def receive_now(fd: int, buffer: Buffer) -> int:

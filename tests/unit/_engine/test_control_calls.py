@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from llm_datadist._engine.control_calls import ControlCalls
+from llm_datadist._link.outbox import Outbox
 from llm_datadist.transports import _sockets
 from tests.support.world import wait_until
 
@@ -31,12 +32,19 @@ def test_what_is_sent_is_received(ends: Ends) -> None:
     a, b = ends
     calls = ControlCalls()
     assert calls.receive(b.fileno()) is None, "nothing is there yet, and nobody waits for it"
-    assert calls.send(a.fileno(), b"first") == 5
+    assert sent(calls, a, b"first") == 5
     first = received(calls, b)
-    assert calls.send(a.fileno(), b"second!") == 7
+    assert sent(calls, a, b"second!") == 7
     assert (first, received(calls, b)) == (b"first", b"second!"), "the one is not the buffer of the other"
     a.close()
     assert received(calls, b) == b""
+
+
+def sent(calls: ControlCalls, sock: socket.socket, data: bytes) -> int:
+    outbox = Outbox()
+    outbox.put([data])
+    calls.send(sock.fileno(), outbox)
+    return outbox.forget_sent()
 
 
 def received(calls: ControlCalls, sock: socket.socket) -> bytes | None:
@@ -66,7 +74,7 @@ def test_a_socket_that_is_full_takes_nothing(ends: Ends) -> None:
     calls, data = ControlCalls(), bytes(64 << 10)
 
     def full() -> bool:
-        return calls.send(a.fileno(), data) == 0
+        return sent(calls, a, data) == 0
 
     assert wait_until(full)
 
@@ -80,7 +88,7 @@ def test_errors_are_the_system_s(ends: Ends) -> None:
         received(calls, a)
     assert failed.value.errno == errno.ECONNRESET
     with pytest.raises(BrokenPipeError):
-        calls.send(a.fileno(), b"x")
+        sent(calls, a, b"x")
 
 
 def test_the_gil_is_kept(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,5 +101,5 @@ def test_the_gil_is_kept(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_sockets, name, refuse)
     a, b = ends
     calls = ControlCalls()
-    calls.send(a.fileno(), b"word")
+    sent(calls, a, b"word")
     assert received(calls, b) == b"word"
