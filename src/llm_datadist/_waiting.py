@@ -68,16 +68,17 @@ class Latch:
 
 
 class Changes:
-    """Wakes those who wait for what a lock guards to change.
+    """Wakes those who wait for what a lock guards to change; they look again every ``longest_s`` in any case.
 
     Threads: ``notify_all`` and ``ticket`` any. ``wait`` and ``wait_for`` let go of the lock and take it again, which an
     interrupt may come between: they are for threads that no signal strikes.
     """
 
-    __slots__ = ("_lock", "_waiting")
+    __slots__ = ("_lock", "_longest_s", "_waiting")
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.Lock, longest_s: float = _LONGEST_S) -> None:
         self._lock = lock
+        self._longest_s = longest_s
         self._waiting: deque[threading.Lock] = deque()
 
     def notify_all(self) -> None:
@@ -86,7 +87,7 @@ class Changes:
 
     def ticket(self) -> Ticket:
         """For one sleep, outside the lock under which it was taken: until the next change after that."""
-        return Ticket(self._waiting)
+        return Ticket(self._waiting, self._longest_s)
 
     def wait(self, timeout_s: float) -> None:
         """Sleeps until something changes, a moment at most. The caller holds the lock."""
@@ -111,15 +112,16 @@ class Changes:
 class Ticket:
     """One sleep of one waiter. Made by ``Changes.ticket``."""
 
-    __slots__ = ("_mine", "_waiting")
+    __slots__ = ("_longest_s", "_mine", "_waiting")
 
-    def __init__(self, waiting: deque[threading.Lock]) -> None:
+    def __init__(self, waiting: deque[threading.Lock], longest_s: float) -> None:
+        self._longest_s = longest_s
         self._mine = _taken()
         self._waiting = waiting
         waiting.append(self._mine)
 
     def sleep(self, timeout_s: float) -> None:
         """Returns at the next change, after that time, or earlier: the waiter looks again."""
-        if not self._mine.acquire(timeout=min(max(0.0, timeout_s), _LONGEST_S)):
+        if not self._mine.acquire(timeout=min(max(0.0, timeout_s), self._longest_s)):
             with suppress(ValueError):  # it was woken after all
                 self._waiting.remove(self._mine)

@@ -16,6 +16,7 @@ import time
 import weakref
 
 from llm_datadist._core.segments import U64, Extents, Segments
+from llm_datadist._waiting import Changes
 from llm_datadist.transports import _libc
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import Fault, FaultKind, Progress
@@ -111,37 +112,45 @@ class Crew:
     """Who is moving bytes of one read besides its caller."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changes = Changes(self._lock)
         self._inside = 0
         self._dismissed = False
 
     def enter(self) -> bool:
         """Comes in, unless it has been dismissed."""
-        with self._changed:
+        with self._lock:
             if not self._dismissed:
                 self._inside += 1
             return not self._dismissed
 
     def leave(self) -> None:
         """The end of an ``enter``."""
-        with self._changed:
+        with self._lock:
             self._inside -= 1
-            self._changed.notify_all()
+        self._changes.notify_all()
 
     def dismiss(self) -> None:
         """Nobody enters any more; returns when all have left, whatever is raised into the wait."""
         raised: BaseException | None = None
         while True:
             try:
-                with self._changed:
-                    self._dismissed = True
-                    while self._inside:
-                        self._changed.wait()
-                break
+                if self._is_left():
+                    break
             except BaseException as exc:  # a signal handler's, as a second Ctrl-C: after the join
                 raised = exc
         if raised is not None:
             raise raised
+
+    def _is_left(self) -> bool:
+        """Dismisses, and sleeps a moment if somebody is inside."""
+        with self._lock:
+            self._dismissed = True
+            if not self._inside:
+                return True
+            ticket = self._changes.ticket()
+        ticket.sleep(threading.TIMEOUT_MAX)
+        return False
 
 
 class OneSidedRead:

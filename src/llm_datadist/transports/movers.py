@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from llm_datadist._waiting import Changes
 from llm_datadist.transports._waits import Waits
 
 Job = Callable[[], None]
+_IDLE_S = 60.0  # a look once in a while is enough: a mover that nobody woke is not missed
 
 # Beyond a few threads one process's copies only contend for the memory controllers; engines want the cores.
 MAX_THREADS = 8
@@ -69,30 +71,31 @@ class Movers:
         self.count = count
         self.waits = Waits()
         self._jobs: deque[Job] = deque()
-        self._wake = threading.Condition()
+        self._lock = threading.Lock()
+        self._changes = Changes(self._lock, _IDLE_S)
         self._threads: list[threading.Thread] = []
         self._closed = False
 
     def offer(self, job: Job, helpers: int) -> None:
         """Lets up to ``helpers`` threads run ``job``, each once, as soon as they are free."""
-        with self._wake:
+        with self._lock:
             if self._closed:
                 return
             self._jobs.extend([job] * min(helpers, self.count))
             self._start_threads()
-            self._wake.notify(helpers)
+        self._changes.notify_all()
 
     def withdraw(self, job: Job) -> None:
         """Forgets the offers of ``job`` that no thread has begun."""
-        with self._wake:
+        with self._lock:
             while job in self._jobs:
                 self._jobs.remove(job)
 
     def close(self) -> None:
         """Starts no further job and joins the threads. Idempotent."""
-        with self._wake:
+        with self._lock:
             self._closed = True
-            self._wake.notify_all()
+            self._changes.notify_all()
             threads, self._threads = self._threads, []
         for thread in threads:
             thread.join()
@@ -108,9 +111,8 @@ class Movers:
 
     def _run(self) -> None:
         while True:
-            with self._wake:
-                while not self._jobs and not self._closed:
-                    self._wake.wait()
+            with self._lock:
+                self._changes.wait_for(lambda: self._jobs or self._closed, threading.TIMEOUT_MAX)
                 if self._closed:
                     return
                 job = self._jobs.popleft()
