@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from llm_datadist._waiting import Changes, Ticket
 from llm_datadist.transports._sockets import is_gone, round_trip_s, tune
 from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint
 from llm_datadist.transports.tcp_reading import ReadingConnection
@@ -66,12 +67,12 @@ class ConnectionPool:
         self._hello = hello
         self._clock = clock
         self._lock = threading.Lock()
-        self._cond = threading.Condition(self._lock)
+        self._changes = Changes(self._lock)
         self._idle: list[ReadingConnection] = []
         self._open: set[socket.socket] = set()
         self._busy: set[Taker] = set()  # those with a socket, or about to have one
         self._dialling: set[Taker] = set()  # or about to
-        self._waiting = 0  # takers in ``_find``
+        self._waiting: set[Taker] = set()
         self._asked: deque[float] = deque()  # when; as many as have not come in
         self._closed = False
 
@@ -91,13 +92,17 @@ class ConnectionPool:
         idle = self.take_idle(taker)
         if idle is not None:
             return idle
+        late = "no time was left to ask"
         while True:
             with self._lock:
-                self._waiting += 1
-                try:
-                    found = self._find(taker, deadline)
-                finally:
-                    self._waiting -= 1
+                self._waiting.add(taker)  # also by ``reclaim`` it is taken out
+                found = self._find(taker, deadline, late)
+                if not isinstance(found, Ticket):
+                    self._waiting.discard(taker)
+            if isinstance(found, Ticket):
+                late = "the time was over before a data connection was to be had"
+                found.sleep(deadline - self._clock())
+                continue
             if found is not None:
                 return found
             if self._peer.address is not None:
@@ -117,11 +122,12 @@ class ConnectionPool:
             else:
                 self._drop(connection.sock)
             if self._waiting:
-                self._cond.notify()
+                self._changes.notify_all()
 
     def reclaim(self, taker: Taker) -> None:
         """An exception ended a read, at whatever step, also of this class: what it held is closed."""
         with self._lock:
+            self._waiting.discard(taker)
             self._busy.discard(taker)
             self._dialling.discard(taker)
             self._asked.clear()  # it may not have come to ask; one too many is closed when it comes in
@@ -131,13 +137,13 @@ class ConnectionPool:
             held = {c.sock for c in self._idle} | {t.sock for t in self._busy}
             for sock in self._open - held:
                 self._drop(sock)
-            self._cond.notify()
+            self._changes.notify_all()
 
     def cancel(self, taker: Taker, fault: Fault) -> None:
         """Ends what a taker waits for. The first fault counts."""
         with self._lock:
             self._cancel(taker, fault)
-            self._cond.notify_all()
+            self._changes.notify_all()
 
     def adopt(self, sock: socket.socket) -> None:
         """A connection that the peer dialled for us."""
@@ -149,7 +155,7 @@ class ConnectionPool:
                 return
             self._add(sock)
             self._idle.append(ReadingConnection(sock, self._clock))
-            self._cond.notify()
+            self._changes.notify_all()
 
     def close(self) -> None:
         """Closes what is idle and cancels what is in use, which is closed when it is given back. Idempotent."""
@@ -160,7 +166,7 @@ class ConnectionPool:
                 self._drop(connection.sock)
             for taker in self._busy:
                 self._cancel(taker, _CLOSED)
-            self._cond.notify_all()
+            self._changes.notify_all()
 
     def sockets(self) -> list[socket.socket]:
         """All that is open, for a forked child; takes no lock."""
@@ -189,21 +195,16 @@ class ConnectionPool:
 
     # ---- getting one -----------------------------------------------------------------------------------
 
-    def _find(self, taker: Taker, deadline: float) -> ReadingConnection | Fault | None:
-        """Waits for an idle connection. None: there may be one more, which the caller must get."""
-        late = "no time was left to ask"
-        while True:
-            now = self._clock()
-            if taker.cancelled is not None or self._closed:
-                return taker.cancelled or _CLOSED
-            if now >= deadline:
-                return Fault(FaultKind.TIMEOUT, late)
-            if self._idle:
-                return self._lend(taker)
-            if self._may_grow(taker, now):
-                return None
-            late = "the time was over before a data connection was to be had"
-            self._cond.wait(min(deadline - now, _ASK_AGAIN_S if self._asked else _LONGEST_WAIT_S))
+    def _find(self, taker: Taker, deadline: float, late: str) -> ReadingConnection | Fault | Ticket | None:
+        """An idle connection. A ticket: not yet. None: there may be one more, which the caller must get."""
+        now = self._clock()
+        if taker.cancelled is not None or self._closed:
+            return taker.cancelled or _CLOSED
+        if now >= deadline:
+            return Fault(FaultKind.TIMEOUT, late)
+        if self._idle:
+            return self._lend(taker)
+        return None if self._may_grow(taker, now) else self._changes.ticket()
 
     def _may_grow(self, taker: Taker, now: float) -> bool:
         while self._asked and self._asked[0] <= now - _ASK_AGAIN_S:
@@ -211,7 +212,7 @@ class ConnectionPool:
         if len(self._open) + len(self._dialling) + len(self._asked) >= self.limit:
             return False
         if self._peer.address is None:
-            if len(self._asked) >= self._waiting:
+            if len(self._asked) >= len(self._waiting):
                 return False  # one is on its way for each of us
             self._asked.append(now)
         else:
@@ -233,7 +234,7 @@ class ConnectionPool:
                     self._add(sock)
                 else:
                     self._busy.discard(taker)
-                self._cond.notify()
+                self._changes.notify_all()
 
     def _dials(self, taker: Taker, sock: socket.socket | None) -> bool:
         """What a cancel must shut down from now on. False: it is too late, do not go on."""

@@ -94,7 +94,7 @@ def test_a_reclaimed_connection_makes_room_for_those_that_wait(make_rig: MakeRig
     assert isinstance(pool.take(first, time.monotonic() + CALL_S), ReadingConnection)
     waits = threading.Thread(target=lambda: found.append(pool.take(second, time.monotonic() + CALL_S)))
     waits.start()
-    assert wait_until(lambda: pool._waiting == 1, CALL_S)
+    assert wait_until(lambda: len(pool._waiting) == 1, CALL_S)
     pool.reclaim(first)
     waits.join(CALL_S / 2)
     assert found and isinstance(found[0], ReadingConnection)
