@@ -24,9 +24,11 @@ def test_g13_signals_all_the_time_leave_everything_working(
     caller.call(actors.up, 2, actors.options(combo.mode, combo.backend, **more))
     for peer in (owner, caller):
         peer.call(signals.prepare)
+    taking = owner.start(signals.take_notifies, seconds)  # or the queue is full in the end
     seen = caller.start(signals.interrupted_for, combo.mode, address, seconds, on_main=True).result(
         seconds + 60
     )
+    taking.result(60)
     assert seen["interrupts"] > 5 * seconds, seen
     assert caller.call(signals.finalize_timed) < ENDS_S
     assert owner.call(signals.finalize_timed) < ENDS_S

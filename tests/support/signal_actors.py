@@ -150,3 +150,10 @@ def finalize_timed(w: World) -> float:
     began = time.monotonic()
     w.dist.finalize()
     return time.monotonic() - began
+
+
+def take_notifies(w: World, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        w.dist.get_notifies()
+        time.sleep(PAUSE_S)
