@@ -59,6 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that everything runs")
     parser.add_argument(
+        "--before", type=Path, metavar="CHECKOUT",
+        help="another checkout of this repository, to compare with: few-local, linking",
+    )  # fmt: skip
+    parser.add_argument(
         "--json", type=Path, default=_default_json(), metavar="FILE", help="default %(default)s"
     )
     return parser

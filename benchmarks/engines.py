@@ -125,6 +125,14 @@ class Side:
         if overall != dd.LLMStatusCode.LLM_SUCCESS:
             raise Unavailable(f"link: {self.dist.link_error(cluster_id) or overall}")
 
+    def unlink(self, cluster_id: int) -> None:
+        """The end of a ``link``."""
+        peer = dd.LLMClusterInfo()
+        peer.remote_cluster_id = cluster_id
+        overall, _ = self.dist.unlink_clusters([peer], 10_000)
+        if overall != dd.LLMStatusCode.LLM_SUCCESS:
+            raise RuntimeError(f"unlink_clusters ended with {overall}")
+
     def pull(self, cache: dd.Cache, cluster_id: int, kv: Kv, seed: int = 0) -> Callable[[], None]:
         """A call that pulls the blocks of ``kv``."""
         key = dd.BlocksCacheKey(cluster_id, 0)

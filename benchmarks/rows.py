@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 
-from benchmarks import rows_block, rows_control, rows_cpu, rows_pull
+from benchmarks import rows_before, rows_block, rows_control, rows_cpu, rows_pull
 from benchmarks.measure import Unavailable
 from benchmarks.report import Line
 from benchmarks.stage import Bench
@@ -24,6 +24,8 @@ ROWS: dict[str, Row] = {
     "linear": rows_pull.linear,
     "block-local": rows_block.block_local,
     "block-tcp": rows_block.block_tcp,
+    "few-local": rows_before.few_local,
+    "linking": rows_before.linking,
     "small-tcp": rows_block.small_tcp,
     "planning": rows_control.planning,
     "registering": rows_control.registering,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -33,15 +34,17 @@ class Bench:
         rounds: Of every comparison.
         threads: Movers of local and shm, and of their references.
         tiny: Sizes and durations that only show that everything runs.
+        before: Another checkout, whose library takes turns with this one where a row compares the two.
     """
 
     rounds: int
     threads: int
     tiny: bool
+    before: Path | None = None
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Bench:
-        return cls(options.rounds, options.threads, options.tiny)
+        return cls(options.rounds, options.threads, options.tiny, options.before)
 
     def kv(self, tensors: int, block_nbytes: int, pulled: int = 128, blocks: int = 0) -> Kv:
         if self.tiny:

@@ -17,7 +17,7 @@ import numpy as np
 
 import llm_datadist as dd
 from benchmarks.engines import OWNER_ID, Kv, Side, fill, pool_nbytes, views
-from benchmarks.measure import Unavailable
+from benchmarks.measure import Unavailable, timed
 from benchmarks.references import in_calls
 from llm_datadist.testing.owner import OwnerProcess, serve
 
@@ -90,6 +90,34 @@ def pull(cluster_id: int, peer_id: int, kv: dict[str, int]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
+
+
+def pulls(cluster_id: int, peer_id: int, kv: dict[str, int], calls: int) -> list[float]:
+    """Pulls so often; the seconds of each."""
+    side, cache = _sides[cluster_id]
+    return list(timed(side.pull(cache, peer_id, Kv(**kv)), calls)())
+
+
+def relinks(cluster_id: int, peer_id: int, address: list[Any], calls: int) -> list[float]:
+    """Links and unlinks so often; the seconds of each pair of calls."""
+    side, _ = _sides[cluster_id]
+
+    def call() -> None:
+        side.link(peer_id, address)
+        side.unlink(peer_id)
+
+    return list(timed(call, calls)())
+
+
+def last_block(kv: dict[str, int], side: int) -> str:
+    """The last block of the last tensor that a pull moves: of its source (0) or its destination (1)."""
+    it = Kv(**kv)
+    return peek(memory(kv)[-1] + it.lists()[side][-1] * it.block_nbytes, it.block_nbytes)
+
+
+def library() -> str:
+    """The file that the library was imported from."""
+    return str(dd.__file__)
 
 
 def peek(address: int, nbytes: int) -> str:
@@ -168,7 +196,10 @@ def busy(on: bool) -> None:
 
 
 def _main() -> None:
-    commands = (memory, own, link, pull, peek, answer_plain, answer_scattered, watch, seen, busy)
+    commands = (
+        memory, own, link, pull, pulls, relinks, last_block, library, peek, answer_plain, answer_scattered, watch,
+        seen, busy,
+    )  # fmt: skip
     table: dict[str, Callable[..., Any]] = {command.__name__: command for command in commands}
     ended = threading.Event()
 

@@ -63,6 +63,19 @@ def test_what_cannot_take_part_is_a_line_with_the_reason(tmp_path: Path) -> None
     assert f"skipped: {NO_PEERS}" in table
 
 
+def test_the_library_of_another_checkout_takes_turns(tmp_path: Path) -> None:
+    _, content = _run(tmp_path, "--rows", "few-local", "--before", str(ROOT))
+    (line,) = content["lines"]
+    assert (line["ours"], line["against"], line["target"]) == ("now", "before", 1.05)
+    assert line["value"] > 0 and line["ours_timing"]["calls"] == line["against_timing"]["calls"]
+
+
+def test_a_checkout_without_a_library_is_a_line_with_the_reason(tmp_path: Path) -> None:
+    _, content = _run(tmp_path, "--rows", "few-local", "--before", str(tmp_path))
+    (line,) = content["lines"]
+    assert line["value"] is None and f"no library in {tmp_path / 'src'}" in line["note"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_row_runs(tmp_path: Path) -> None:
