@@ -6,6 +6,7 @@ Two engines read one owner and go through the same; one of them has no short way
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -15,7 +16,13 @@ import pytest
 from numpy.typing import NDArray
 
 from llm_datadist import BlocksCacheKey, Cache, LLMDataDist, LLMException, LLMStatusCode, MemInfo, Memtype
+from llm_datadist.transports.local_read import LocalRead, LocalRows
+from llm_datadist.transports.nixl_again import NixlRows
+from llm_datadist.transports.nixl_read import NixlRead
+from llm_datadist.transports.tcp_channel import TcpRead
+from llm_datadist.transports.tcp_units import TcpUnits
 from tests.support.engines import Engines, unlink
+from tests.support.fake_world import fake_world
 from tests.support.memory import FILL
 from tests.support.world import wait_until
 
@@ -170,12 +177,50 @@ def remap(engine: LLMDataDist, memory: NDArray[np.uint8]) -> None:
     engine.cache_manager.remap_registered_memory(info)
 
 
-@pytest.mark.parametrize(
-    ("backend", "seed"), [("local", 0), ("local", 1), ("local", 2), ("tcp", 3), ("tcp", 4)]
-)
-def test_pulls_along_a_route_equal_plain_pulls(backend: str, seed: int) -> None:
+SEEDS = [("local", 0), ("local", 1), ("local", 2), ("tcp", 3), ("tcp", 4), ("nixl", 5)]
+
+
+@pytest.mark.parametrize(("backend", "seed"), SEEDS)
+def test_pulls_along_a_route_equal_plain_pulls(
+    backend: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_world(monkeypatch)
     with Walk(seed, backend) as walk:
+        entered = _watch_reads(walk, monkeypatch)
         for _ in range(250):
             walk.step()
         assert sum(walk.readers[0].short) >= 100, "the short way was hardly ever taken"
         assert not any(walk.readers[1].short)
+        assert {len(flights) for flights in entered} == {1}, "a read that nobody finds who must end it"
+        assert all(flight["reads"] and flight["cache_ids"] for (flight,) in entered)
+
+
+def _watch_reads(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
+    """What of this thread is in flight at every read that it makes."""
+    entered: list[list[dict[str, Any]]] = []
+    me = threading.get_ident()
+
+    def note() -> None:
+        if threading.get_ident() != me:  # the control thread, which proves that it reaches a peer
+            return
+        flights = [
+            f
+            for r in walk.readers
+            for f in r.engine._engine._state.flights.where(lambda f: f.thread == me)  # type: ignore[union-attr]
+        ]
+        entered.append([{"reads": f.reads, "cache_ids": f.cache_ids} for f in flights])
+
+    def watch(kind: Any, name: str) -> None:
+        method = getattr(kind, name)
+
+        def observed(*arguments: Any, **named: Any) -> Any:
+            note()
+            return method(*arguments, **named)
+
+        monkeypatch.setattr(kind, name, observed)
+
+    for kind in (LocalRows, TcpUnits, NixlRows):
+        watch(kind, "read")
+    for kind in (LocalRead, TcpRead, NixlRead):
+        watch(kind, "wait")
+    return entered

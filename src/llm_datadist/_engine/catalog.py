@@ -165,7 +165,6 @@ class Catalog:
         """Waits for those who use a cache until the deadline, or until nobody waits for that; then cuts off."""
         state = self._state
         if self._wait_unused(cache_id, deadline, gone) or self._cut_off(cache_id):
-            self._settle_readers(cache_id)
             self._free(cache_id)
             return
         _LOG.warning("cache %d is still in use %g s after it was cut off", cache_id, _LAST_BYTES_S)
@@ -210,6 +209,7 @@ class Catalog:
             )  # fmt: skip
 
     def _free(self, cache_id: int) -> None:
+        self._settle_readers(cache_id)
         with self._state.lock:
             self._state.pools.free(cache_id)
         self._state.regions.free(cache_id)
@@ -294,6 +294,7 @@ class Catalog:
             record = state.registry.get(cache_id)
             if record is None or state.pools.has(cache_id):
                 return
+        self._settle_readers(cache_id)
         if state.regions.renew(cache_id, record.addresses, record.layout.tensor_nbytes):
             with state.lock:
                 for link in state.by_token.values():  # with the old token

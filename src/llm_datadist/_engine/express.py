@@ -69,6 +69,7 @@ class Express:
         state = self._state
         flight = Flight(link, (route.record.cache_id,))
         flight.run_here()
+        flight.reads = route.cache.cache_id  # before a look at the word: its owner clears it, then asks
 
         def body() -> bool:
             with state.lock:

@@ -24,7 +24,7 @@ from llm_datadist.transports.seam import Fault, OneSidedChannel, Rows, RowsChann
 
 
 class ByAddress(msgspec.Struct, frozen=True, eq=False):
-    """Where the peer's memory is within reach. Too short to be cut off."""
+    """Where the peer's memory is within reach."""
 
     peer: Peer
     channel: OneSidedChannel
@@ -37,7 +37,9 @@ class ByAddress(msgspec.Struct, frozen=True, eq=False):
         if not self._is_intact(deadline) or flight.error is not None:
             return False
         stride = self.stride_nbytes
-        return self.rows.read(src * stride, dst * stride, deadline=deadline) and self._is_intact(deadline)
+        return self.rows.read(
+            src * stride, dst * stride, deadline=deadline, on_cut=flight.on_cut
+        ) and self._is_intact(deadline)
 
     def _is_intact(self, deadline: float) -> bool:
         """Whether the word is what it was; False also if that cannot be found out."""

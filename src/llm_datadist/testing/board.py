@@ -32,6 +32,10 @@ _PATIENCE_S = 30.0  # for what must succeed, however slow the machine
 _AFTERMATH_S = 0.3  # how long we look for writes that come late
 
 
+def uncut(cancel: Callable[[str], None] | None) -> None:
+    """What is told how to cut a read off, and never does."""
+
+
 def soon() -> float:
     """A deadline that nothing reaches on a machine that works."""
     return time.monotonic() + _PATIENCE_S

@@ -11,7 +11,7 @@ from typing import cast
 
 import numpy as np
 
-from llm_datadist.testing.board import PAGE, PROMPT_S, Board, board_of, extents, soon
+from llm_datadist.testing.board import PAGE, PROMPT_S, Board, board_of, extents, soon, uncut
 from llm_datadist.testing.transports import Pair
 from llm_datadist.transports.seam import Rows, RowsChannel
 
@@ -43,7 +43,7 @@ class RowsConformance:
     def test_a_late_read_moves_nothing(self, pair: Pair) -> None:
         """The deadline is looked at before the first byte."""
         with board_of(pair, [PAGE], [PAGE]) as board:
-            if _rows(board, 100).read(0, 0, deadline=time.monotonic()):
+            if _rows(board, 100).read(0, 0, deadline=time.monotonic(), on_cut=uncut):
                 raise AssertionError("a read after its deadline says that all bytes have come")
             board.check_only_changed([])
 
@@ -55,7 +55,9 @@ class RowsConformance:
 
             def work(unit: int) -> None:
                 for _ in range(turns):
-                    if not rows.read(unit * nbytes, (threads - 1 - unit) * nbytes, deadline=soon()):
+                    if not rows.read(
+                        unit * nbytes, (threads - 1 - unit) * nbytes, deadline=soon(), on_cut=uncut
+                    ):
                         failed.append(unit)
 
             working = [threading.Thread(target=work, args=(unit,)) for unit in range(threads)]
@@ -77,7 +79,7 @@ class RowsConformance:
                     rows = _channel(board).rows(
                         extents(bases, [(0, PAGE)]), extents(here, [(0, PAGE)]), PAGE // 2
                     )
-                    if rows is not None and rows.read(PAGE // 2, 0, deadline=soon()):
+                    if rows is not None and rows.read(PAGE // 2, 0, deadline=soon(), on_cut=uncut):
                         raise AssertionError(f"a read at {base:#x} says that all bytes have come")
                     board.check_only_changed([(0, PAGE // 2)])
 
@@ -109,7 +111,7 @@ class RowsConformance:
         rows = _rows(board, 100)
         _check(board, rows, 0, 0, 100)
         doomed.kill()
-        if rows.read(0, 0, deadline=soon()):
+        if rows.read(0, 0, deadline=soon(), on_cut=uncut):
             raise AssertionError("a read of an owner that is gone says that all bytes have come")
         board.check_only_changed([(0, 100)])
         board.close_here()
@@ -122,7 +124,7 @@ class RowsConformance:
             whole = [(0, PAGE)]
             late = _channel(board).rows(extents(board.bases, whole), extents(board.here, whole), 100)
             for each in (rows, late):
-                if each is not None and each.read(0, 0, deadline=soon()):
+                if each is not None and each.read(0, 0, deadline=soon(), on_cut=uncut):
                     raise AssertionError("a read on a closed channel says that all bytes have come")
             board.check_only_changed([])
 
@@ -140,6 +142,6 @@ def _rows(board: Board, nbytes: int) -> Rows:
 
 
 def _check(board: Board, rows: Rows, there: int, here: int, nbytes: int) -> None:
-    if not rows.read(there, here, deadline=soon()):
+    if not rows.read(there, here, deadline=soon(), on_cut=uncut):
         raise AssertionError(f"{nbytes} bytes from {there} to {here} did not come")
     board.check_moved([(there, nbytes)], [(here, nbytes)])

@@ -16,7 +16,7 @@ from llm_datadist.transports import _libc
 from llm_datadist.transports._one_sided import OneSidedRead, Owner
 from llm_datadist.transports._rows import KernelRows
 from llm_datadist.transports.movers import Movers
-from llm_datadist.transports.seam import Fault, FaultKind
+from llm_datadist.transports.seam import Fault, FaultKind, OnCut
 
 
 class Peer(Owner):
@@ -92,7 +92,7 @@ class LocalRows:
         self._peer = peer
         self._rows = KernelRows(peer.pid, source, destination, nbytes)
 
-    def read(self, there: int, here: int, *, deadline: float) -> bool:
+    def read(self, there: int, here: int, *, deadline: float, on_cut: OnCut) -> bool:
         """One call of the kernel, between two looks at the channel."""
         peer = self._peer
         if peer.closed or time.monotonic() >= deadline:

@@ -19,6 +19,7 @@ from llm_datadist.transports._nixl import NixlLost, NixlRefused
 from llm_datadist.transports.nixl_pages import first_hole
 from llm_datadist.transports.nixl_read import MAX_RUNS, SLOW_S, Cut, Reach, finish, linger_s
 from llm_datadist.transports.nixl_session import Session, Source, Word
+from llm_datadist.transports.seam import OnCut
 
 _MAX_NBYTES = 1 << 20
 _PLAIN_S = 1.0
@@ -109,8 +110,16 @@ class NixlRows:
         self._nbytes = nbytes * len(there)
         self._until = 0.0  # then the while is over
 
-    def read(self, there: int, here: int, *, deadline: float) -> bool:
+    def read(self, there: int, here: int, *, deadline: float, on_cut: OnCut) -> bool:
         """One transfer."""
+        cut = _Cuts()
+        on_cut(cut.note)
+        try:
+            return self._read(there, here, deadline, cut)
+        finally:
+            on_cut(None)
+
+    def _read(self, there: int, here: int, deadline: float, cut: _Cuts) -> bool:
         reach = self._reach
         now = time.monotonic()
         if now < self._until or now >= deadline or reach.closed or self._nbytes > reach.pace.nbytes:
@@ -122,7 +131,7 @@ class NixlRows:
             return False
         try:
             at, to = self._there + np.uint64(there), self._here + np.uint64(here)
-            return self._move(session, at, to, deadline) and not reach.closed
+            return self._move(session, at, to, deadline, cut) and not reach.closed
         except (NixlLost, NixlRefused):
             session.doom()
             self._until = now + _PLAIN_S
@@ -135,15 +144,15 @@ class NixlRows:
         finally:
             session.leave()
 
-    def _move(self, session: Session, there: U64, here: U64, deadline: float) -> bool:
+    def _move(self, session: Session, there: U64, here: U64, deadline: float, cut: _Cuts) -> bool:
         if self._memory == "host" and first_hole(here, self._lengths) is not None:
             return False
-        if session.doomed:
+        if session.doomed or cut.noted:
             return False
         transfer = session.start((self._sources[0].memory, there), (self._memory, here), self._lengths)
         if transfer is not None:
             began = time.monotonic()
-            _finish(self._reach, session, transfer, deadline)
+            _finish(self._reach, session, transfer, deadline, cut)
             session.release(transfer)
             ended = time.monotonic()
             if ended - began > SLOW_S:
@@ -151,8 +160,21 @@ class NixlRows:
         return True
 
 
-def _finish(reach: Again, session: Session, transfer: int, deadline: float) -> None:
+class _Cuts:
+    """Whether a read was cut off."""
+
+    __slots__ = ("noted",)
+
+    def __init__(self) -> None:
+        self.noted = False
+
+    def note(self, reason: str) -> None:
+        """From any thread."""
+        self.noted = True
+
+
+def _finish(reach: Again, session: Session, transfer: int, deadline: float, cut: _Cuts | None = None) -> None:
     def must_stop() -> bool:
-        return reach.closed or time.monotonic() >= deadline
+        return reach.closed or (cut is not None and cut.noted) or time.monotonic() >= deadline
 
     finish(session, transfer, reach, must_stop, linger_s(reach, deadline))

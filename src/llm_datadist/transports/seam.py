@@ -157,13 +157,17 @@ class PartialChannel(OneSidedChannel, Protocol):
         """Whether every byte of ``source`` is within reach. Does no I/O."""
 
 
+OnCut = Callable[[Callable[[str], None] | None], None]
+
+
 class Rows(Protocol):
     """A read that is repeated: one unit of each of some tensors, each time at another place."""
 
-    def read(self, there: int, here: int, *, deadline: float) -> bool:
+    def read(self, there: int, here: int, *, deadline: float, on_cut: OnCut) -> bool:
         """Moves the units that begin ``there`` bytes into the peer's tensors to ``here`` bytes into ours.
 
-        In one step, so short that nothing cuts it off. Units must lie within the tensors.
+        In one step. Units must lie within the tensors. ``on_cut`` is told what ends a read that has to wait for
+        anybody, with a reason, and None when it has ended; one that waits for nobody is too short to be cut off.
 
         Returns:
             True: all bytes have come, and after the last of them the peer was alive and the channel open. False:
@@ -179,9 +183,6 @@ class RowsChannel(OneSidedChannel, Protocol):
 
         Each side is all of its tensors, one run each; as many on both.
         """
-
-
-OnCut = Callable[[Callable[[str], None] | None], None]
 
 
 class Units(Protocol):

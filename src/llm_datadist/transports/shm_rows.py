@@ -12,6 +12,7 @@ import time
 
 from llm_datadist._core.segments import U64, Extents
 from llm_datadist.transports._rows import KernelRows, fit_one_call
+from llm_datadist.transports.seam import OnCut
 from llm_datadist.transports.shm_areas import Areas, Box
 from llm_datadist.transports.shm_memory import PeerMemory
 
@@ -67,7 +68,7 @@ class ShmRows:
         self._memory = memory
         self._rows = rows
 
-    def read(self, there: int, here: int, *, deadline: float) -> bool:
+    def read(self, there: int, here: int, *, deadline: float, on_cut: OnCut) -> bool:
         """One copy, while the memory is held."""
         memory = self._memory
         if time.monotonic() >= deadline:

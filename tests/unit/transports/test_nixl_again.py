@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from llm_datadist.testing.board import extents
+from llm_datadist.testing.board import extents, uncut
 from llm_datadist.transports import nixl_again, nixl_session
 from llm_datadist.transports.nixl_again import NixlRows
 from llm_datadist.transports.seam import Fault, FaultKind
@@ -51,7 +51,7 @@ def rows_of(rig: Rig, nbytes: int = HALF) -> NixlRows:
 
 
 def read(rows: NixlRows, there: int = HALF, here: int = SIZE, time_s: float = 10) -> bool:
-    return rows.read(there, here, deadline=time.monotonic() + time_s)
+    return rows.read(there, here, deadline=time.monotonic() + time_s, on_cut=uncut)
 
 
 # ---- words --------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llm_datadist._core.segments import U64
-from llm_datadist.testing.board import soon
+from llm_datadist.testing.board import soon, uncut
 from llm_datadist.transports import _libc
 from llm_datadist.transports._one_sided import SPLIT_NBYTES
 from llm_datadist.transports._rows import KernelRows, fit_one_call
@@ -94,11 +94,11 @@ class _Peer(OwnProcess):
 def test_the_peer_is_looked_at_after_the_last_byte(peer: _Peer, all_there: bool) -> None:
     source, here = np.ones((1, 40), np.uint8), np.zeros((1, 40), np.uint8)
     rows = LocalRows(peer, addresses(source), addresses(here), 10)
-    assert rows.read(0, 0, deadline=soon()) == all_there
+    assert rows.read(0, 0, deadline=soon(), on_cut=uncut) == all_there
     assert here[0, :10].all()
     here[:] = 0
     if not all_there and peer.closed:
-        assert not rows.read(0, 0, deadline=soon())
+        assert not rows.read(0, 0, deadline=soon(), on_cut=uncut)
         assert not here.any(), "it is looked at before the first byte, too"
-    assert not rows.read(0, 0, deadline=time.monotonic())
+    assert not rows.read(0, 0, deadline=time.monotonic(), on_cut=uncut)
     assert not here.any()

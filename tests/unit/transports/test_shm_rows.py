@@ -9,7 +9,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from llm_datadist.testing.board import extents, soon
+from llm_datadist.testing.board import extents, soon, uncut
 from llm_datadist.testing.owner import pattern
 from llm_datadist.transports._rows import KernelRows
 from llm_datadist.transports.shm_rows import Copy, ShmRows
@@ -36,7 +36,7 @@ def test_one_tensor_into_memory_of_a_pool_is_a_plain_copy(pair: ShmPair) -> None
         pair._own.view()[:] = FILL
         prepared = rows(pair, [base], [own.address + at])
         assert prepared is not None and isinstance(prepared._rows, Copy)
-        assert prepared.read(301, 1000, deadline=soon())
+        assert prepared.read(301, 1000, deadline=soon(), on_cut=uncut)
         expected = np.full(MIB, FILL, np.uint8)
         expected[at + 1000 : at + 1100] = pattern(5, NBYTES)[301:401]
         assert np.array_equal(pair._own.view(), expected)
@@ -54,7 +54,7 @@ def test_what_does_not_lie_in_a_pool_goes_by_the_kernel(pair: ShmPair) -> None:
             assert prepared is not None and isinstance(prepared._rows, KernelRows)
     prepared = rows(pair, [base], [elsewhere.ctypes.data])
     if prepared is not None:
-        assert prepared.read(301, 1000, deadline=soon())
+        assert prepared.read(301, 1000, deadline=soon(), on_cut=uncut)
         assert np.array_equal(elsewhere[1000:1100], pattern(5, NBYTES)[301:401])
         assert (elsewhere[:1000] == FILL).all() and (elsewhere[1100:] == FILL).all()
 
@@ -66,7 +66,7 @@ def test_several_tensors_go_by_the_kernel(pair: ShmPair) -> None:
         assert prepared is None
         return
     assert prepared is not None and isinstance(prepared._rows, KernelRows)
-    assert prepared.read(301, 0, deadline=soon())
+    assert prepared.read(301, 0, deadline=soon(), on_cut=uncut)
     for at in range(2):
         assert np.array_equal(pair._own.view(at * NBYTES, 100), pattern(5 + at, NBYTES)[301:401])
 
@@ -81,13 +81,13 @@ def test_a_plain_copy_is_late_closed_or_of_one_that_is_gone(pair: ShmPair) -> No
     (base,), own = pair.allocate([NBYTES], 5), pair._own.area
     prepared = rows(pair, [base], [own.address])
     assert prepared is not None
-    assert not prepared.read(0, 0, deadline=time.monotonic())
+    assert not prepared.read(0, 0, deadline=time.monotonic(), on_cut=uncut)
     assert (pair._own.view() == FILL).all()
     pair.kill()
-    assert not prepared.read(0, 0, deadline=soon())
+    assert not prepared.read(0, 0, deadline=soon(), on_cut=uncut)
     pair._own.view()[:] = FILL
     pair.channel.close()
-    assert not prepared.read(0, 0, deadline=soon())
+    assert not prepared.read(0, 0, deadline=soon(), on_cut=uncut)
     assert (pair._own.view() == FILL).all()
 
 
@@ -105,6 +105,6 @@ def test_the_memory_is_held_while_it_is_read(pair: ShmPair) -> None:
             return move(there, here)
 
     prepared._rows = Closing()  # type: ignore[assignment]
-    assert not prepared.read(0, 0, deadline=soon())
+    assert not prepared.read(0, 0, deadline=soon(), on_cut=uncut)
     assert users == [1]
     assert not pair.channel.memory._users
