@@ -21,6 +21,21 @@ from llm_datadist.status import LLMStatusCode, ParamInvalidError, TransferTimeou
 _log = get_logger("llm_datadist.tasks")
 
 
+class Fate:
+    """What came of a task, for whoever watches it go; it outlives the task.
+
+    Attributes:
+        asked: The caller has asked for the outcome, or cancelled.
+        error: What it failed with; None: it has not failed.
+    """
+
+    __slots__ = ("asked", "error")
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.error: BaseException | None = None
+
+
 class CacheTask:
     """A transfer that goes on in the background: one answer per config, in their order."""
 
@@ -43,6 +58,8 @@ class CacheTask:
         self._cancelled = False
         self._on_cancel = on_cancel
         self._callbacks: list[Callable[[CacheTask], object]] = []
+        self._fate = Fate()
+        self._on_failure: Callable[[], None] = _nothing
 
     def synchronize(self, timeout_in_millis: int | None = None) -> LLMStatusCode:
         """Waits for the end.
@@ -56,7 +73,7 @@ class CacheTask:
         """
         if not self._wait(timeout_in_millis):
             return LLMStatusCode.LLM_TIMEOUT
-        return self._outcome()[0]
+        return self._ask()[0]
 
     def get_results(self, timeout_in_millis: int | None = None) -> list[LLMStatusCode | None]:
         """Waits like :meth:`synchronize`.
@@ -65,7 +82,8 @@ class CacheTask:
             One code per config. Of those not finished yet, None is one of which nothing was sent,
             LLM_TIMEOUT one that was begun.
         """
-        self._wait(timeout_in_millis)
+        if self._wait(timeout_in_millis):
+            self._fate.asked = True
         with self._lock:
             return [
                 LLMStatusCode.LLM_TIMEOUT if code is None and begun else code
@@ -86,7 +104,7 @@ class CacheTask:
             raise TransferTimeoutError(
                 f"the transfer still runs after {timeout_in_millis} ms; wait again or cancel it"
             )
-        return self._outcome()[1]
+        return self._ask()[1]
 
     def done(self) -> bool:
         """Whether every config has its answer."""
@@ -106,7 +124,7 @@ class CacheTask:
                 return False
             if self._cancelled:
                 return True  # the cancel that is under way gives the answers
-            self._cancelled = True
+            self._cancelled = self._fate.asked = True
             unfinished = [i for i, code in enumerate(self._codes) if code is None]
         _call(self._on_cancel)  # before the answers: what has its answer writes nothing any more
         with self._lock:
@@ -144,7 +162,7 @@ class CacheTask:
 
         self.add_done_callback(wake_from_thread)
         yield from woken
-        return self._outcome()[0]
+        return self._ask()[0]
 
     def __repr__(self) -> str:
         state = f"{self._left} of {len(self._codes)} unfinished" if self._left else str(self._outcome()[0])
@@ -157,6 +175,11 @@ class CacheTask:
             if seconds < 0:
                 raise ParamInvalidError(f"timeout_in_millis is {timeout_in_millis}; it must not be negative")
         return self._ended.wait(seconds)
+
+    def _ask(self) -> tuple[LLMStatusCode, BaseException | None]:
+        """The outcome, for the caller."""
+        self._fate.asked = True
+        return self._outcome()
 
     def _outcome(self) -> tuple[LLMStatusCode, BaseException | None]:
         """Code and error of a task that is done."""
@@ -184,6 +207,9 @@ class CacheTask:
             callbacks = self._end()
         if callbacks:
             self._runner(lambda: self._run(callbacks))
+        self._fate.error = self._outcome()[1]
+        if self._fate.error is not None:
+            self._on_failure()
 
     def _end(self) -> list[Callable[[CacheTask], object]]:
         """Marks the task done (under the lock); returns the callbacks to run outside it."""
@@ -216,26 +242,50 @@ class TaskBook:
         run: Callable[[Callable[[], None]], None] | None = None,
         elsewhere: Callable[[Callable[[], bool]], bool] | None = None,
     ) -> None:
-        self._task = CacheTask(count, on_cancel, run)
+        self._task: CacheTask | None = CacheTask(count, on_cancel, run)
+        self._watched = False
         if elsewhere is not None:
             self._task._elsewhere = elsewhere
 
     @property
     def task(self) -> CacheTask:
-        """What the caller holds."""
+        """What the caller holds.
+
+        Raises:
+            LookupError: It is done, and the caller's alone.
+        """
+        if self._task is None:
+            raise LookupError("this task is done, and its caller's alone")
         return self._task
 
     def begin(self, i: int) -> None:
         """The first bytes for config ``i`` are about to be sent."""
-        self._task._begin(i)
+        if self._task is not None:
+            self._task._begin(i)
 
     def finish(self, i: int, code: LLMStatusCode, error: BaseException | None = None) -> None:
         """Answers config ``i``; the first answer stays."""
-        self._task._finish(i, code, error)
+        task = self._task
+        if task is None:
+            return
+        task._finish(i, code, error)
+        if self._watched and task.done():
+            self._task = None  # errors lead to frames, and those back to here
 
     def is_finished(self, i: int) -> bool:
         """Whether config ``i`` has its answer."""
-        return self._task._codes[i] is not None
+        return self._task is None or self._task._codes[i] is not None
+
+    def watch(self, on_failure: Callable[[], None]) -> Fate:
+        """The task is its caller's alone when it is done; ``finish`` calls ``on_failure`` when it has failed."""
+        task = self.task
+        self._watched = True
+        task._on_failure = on_failure
+        return task._fate
+
+
+def _nothing() -> None:
+    return None
 
 
 def _at_once(job: Callable[[], None]) -> None:

@@ -25,6 +25,7 @@ _LOG = get_logger("llm_datadist.engine")
 _PER_LINK = 64  # a thread each: more only share the same link
 _LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
 
+
 R = TypeVar("R", contravariant=True)
 
 
@@ -50,8 +51,15 @@ class Background:
         self._running: dict[Link, int] = {}
         self._waiting: dict[Link, deque[_Job]] = {}
 
-    def start(self, mover: Mover[R], request: R, started: float, call: Call) -> CacheTask:
-        """Checks the caller's arguments, then works in the background. Its time began at ``started``.
+    def start(self, mover: Mover[R], request: R, what: str, started: float, call: Call) -> CacheTask:
+        """Checks the caller's arguments, then works in the background.
+
+        Args:
+            mover: Who makes the call.
+            request: What is asked for.
+            what: It is, for a warning.
+            started: When its time began.
+            call: The caller's, who may be interrupted.
 
         Raises:
             CacheNotExistError: The local cache.
@@ -61,19 +69,26 @@ class Background:
         flight = Flight(None, (record.cache_id,))
         try:
             mover.begin(request, record, flight)
-            task = self._enter(flight, lambda: mover.run(request, record, flight, started))
+            task = self._enter(flight, lambda: mover.run(request, record, flight, started), what)
         except LLMException as exc:
-            book = TaskBook(1, _nothing)
-            book.finish(0, exc.status_code, exc)
-            return book.task
+            return self._refused(exc, what)
         except BaseException:  # nobody else would end it
             self._state.flights.end(flight)
             raise
         call.on_drop(task.cancel)
         return task
 
-    def _enter(self, flight: Flight, call: Callable[[], None]) -> CacheTask:
+    def _refused(self, error: LLMException, what: str) -> CacheTask:
+        """A task that has failed."""
+        book = TaskBook(1, _nothing)
+        task = self._state.dropped.watch(book, what)
+        # Its traceback leads to the call, and that to the task, which would keep itself.
+        book.finish(0, error.status_code, error.with_traceback(None))
+        return task
+
+    def _enter(self, flight: Flight, call: Callable[[], None], what: str) -> CacheTask:
         job = _Job(self._state, self, flight, call)
+        task = self._state.dropped.watch(job.book, what)
         flight.on_cut(lambda _: job.drop())
         with self._lock:
             at_once = self._running.get(flight.link, 0) < _PER_LINK
@@ -83,7 +98,7 @@ class Background:
                 self._waiting.setdefault(flight.link, deque()).append(job)
         if at_once:
             self._submit(job)
-        return job.book.task
+        return task
 
     def leave(self, link: Link) -> None:
         """A call has moved its last byte: the next one of its link may go."""

@@ -156,6 +156,7 @@ class Engine:
         self._transports.close()
         self._state.workers.close(_FINALIZE_S)
         self._state.desk.close(_FINALIZE_S)
+        self._state.dropped.close()
         self._movers.close()
         self._state.slab.close_descriptor()
         self._close_pools()
@@ -264,15 +265,15 @@ class Engine:
 
     def pull_async(self, request: PullCache | PullBlocks) -> Errand[CacheTask]:
         """See ``Background.start``."""
-        return self._begin("pull", self._initiator, request)
+        return self._begin("pull", request.key, self._initiator, request)
 
     def push_async(self, request: PushCache | PushBlocks) -> Errand[CacheTask]:
         """See ``Background.start``."""
-        return self._begin("push", self._pusher, request)
+        return self._begin("push", request.key, self._pusher, request)
 
-    def _begin(self, name: str, mover: Mover[R], request: R) -> Errand[CacheTask]:
-        started = time.monotonic()
-        return self.errand(name, lambda call: self._background.start(mover, request, started, call))
+    def _begin(self, name: str, key: object, mover: Mover[R], request: R) -> Errand[CacheTask]:
+        started, what = time.monotonic(), f"a background {name} by {key!r}"
+        return self.errand(name, lambda call: self._background.start(mover, request, what, started, call))
 
     def send_notify(self, cluster_id: int, notice: Notice) -> Errand[None]:
         """See ``Notifications.send``."""

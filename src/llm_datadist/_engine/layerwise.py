@@ -52,7 +52,8 @@ class LayerPusher:
         blocks = check_push_layers(request, record.layout)
         runs: list[_Run] = []
         book = TaskBook(len(request.configs), lambda: _cancel(runs), state.run_callbacks, state.do_elsewhere)
-        call.on_drop(book.task.cancel)
+        task = state.dropped.watch(book, _name(request))
+        call.on_drop(task.cancel)
         configs: Sequence[TransferConfig | TransferWithCacheKeyConfig] = request.configs
         try:
             for at, config in enumerate(configs):
@@ -63,7 +64,7 @@ class LayerPusher:
             _cancel(runs)
             raise
         state.workers.submit(book, lambda: _drive(request.synchronizer, runs), lambda exc: _refuse(runs, exc))
-        return book.task
+        return task
 
 
 def _refuse(runs: list[_Run], error: LLMException) -> None:
@@ -151,13 +152,11 @@ class _Run:
 
     def open(self) -> None:
         """Finds the link; a config without one ends here."""
-        state, config = self._state, self._config
-        by_address = isinstance(config, TransferConfig)
-        cluster_id = config.dst_cluster_id if by_address else config.cache_key.cluster_id  # type: ignore[union-attr]
+        state = self._state
         try:
             with state.lock:
                 state.check_open()
-                link = state.link_to(cluster_id)
+                link = state.link_to(_peer(self._config))
                 if state.registry.get(self._record.cache_id) is not self._record:
                     raise ParamInvalidError(f"src_cache {self._record.cache_id} was unregistered")
                 flight = state.flights.begin(Flight(link, (self._record.cache_id,)))
@@ -288,6 +287,15 @@ class _Run:
             self._state.flights.end(self._flight)
         code = error.status_code if error is not None else LLMStatusCode.LLM_SUCCESS
         self._book.finish(self._at, code, error)
+
+
+def _name(request: PushLayers) -> str:
+    peers = ", ".join(str(_peer(config)) for config in request.configs)
+    return f"a layer-wise push of cache {request.cache.cache_id} to clusters {peers}"
+
+
+def _peer(config: TransferConfig | TransferWithCacheKeyConfig) -> int:
+    return config.dst_cluster_id if isinstance(config, TransferConfig) else config.cache_key.cluster_id
 
 
 def _nothing() -> None:

@@ -21,6 +21,7 @@ from llm_datadist._core.registry import GenerationWord, KeyName, Record, Registr
 from llm_datadist._core.remote_table import RemoteCache, RemoteTable
 from llm_datadist._core.sources import Sources
 from llm_datadist._engine import codec
+from llm_datadist._engine.dropped import Dropped
 from llm_datadist._engine.errands import Desk, Errand
 from llm_datadist._engine.flights import Flights
 from llm_datadist._engine.pools import Pools
@@ -148,6 +149,7 @@ class State:
         self.workers = Workers(
             "llm-datadist-worker", lambda seconds, fn: self.links.call_at(time.monotonic() + seconds, fn)
         )
+        self.dropped = Dropped(lambda when, look: self.links.call_at(when, look))
         self.pools = Pools(options.pools)
         self.regions = Regions()
         self.links: LinkService
