@@ -177,11 +177,11 @@ def test_memory_that_was_unmapped_is_an_error_and_no_crash(manager: CacheManager
     mapping.close()
     with pytest.raises(dd.LLMException, match=r"copy_cache: address .* cannot be read.*unregister") as source:
         manager.copy_cache(other, mine)
-    with pytest.raises(dd.ParamInvalidError, match="copy_cache: the destination cannot be written"):
+    with pytest.raises(dd.ParamInvalidError, match="copy_cache: destination memory cannot be written"):
         manager.copy_cache(mine, other)
-    with pytest.raises(dd.LLMException) as swapped:
+    with pytest.raises(dd.ParamInvalidError, match="copy_blocks: destination memory cannot be written"):
         manager.copy_blocks(blocks, {0: [1], 1: [0]})
-    assert source.value.status_code == FAILED and swapped.value.status_code == FAILED
+    assert source.value.status_code == FAILED
     assert source.value.__cause__ is not None
 
 

@@ -111,6 +111,12 @@ def plan_copy_blocks(request: CopyBlocks, memory: Memory, buffer_nbytes: int) ->
     return _steps(memory, sources, destinations, overwritten, tensors)
 
 
+def copied_to(request: CopyBlocks, memory: Memory) -> Extents:
+    """All that the steps of such a plan write."""
+    moved = request.src_blocks != request.dst_blocks
+    return _blocks(memory, request.dst_blocks[moved])
+
+
 def _steps(
     memory: Memory, sources: U64, destinations: U64, overwritten: np.ndarray[tuple[int], np.dtype[np.bool_]],
     tensors: int,

@@ -11,10 +11,17 @@ import math
 
 import numpy as np
 
-from llm_datadist._core.copy_plans import Memory, plan_copy_blocks, plan_copy_cache, plan_swap_blocks
+from llm_datadist._core.copy_plans import (
+    Memory,
+    copied_to,
+    plan_copy_blocks,
+    plan_copy_cache,
+    plan_swap_blocks,
+)
 from llm_datadist._core.layout import Layout
 from llm_datadist._core.requests import CopyBlocks, CopyCache, SwapBlocks
 from llm_datadist._core.segments import Extents, Segments
+from llm_datadist._engine.destinations import check_writable
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.mapped import checked_addresses
 from llm_datadist._engine.state import State
@@ -56,11 +63,14 @@ class Copier:
                 self._run("swap_blocks", (request.src, request.dst), plan_swap_blocks(request, src, dst))
 
     def _copy_blocks(self, request: CopyBlocks) -> None:
-        steps = plan_copy_blocks(request, self._memory(request.cache), _BUFFER_NBYTES)
+        memory = self._memory(request.cache)
+        steps = plan_copy_blocks(request, memory, _BUFFER_NBYTES)
+        written = copied_to(request, memory)
         flight = Flight(None, ())
 
         def body() -> None:
             self._begin((request.cache,), flight)
+            self._check("copy_blocks", written)
             buffer = np.empty(0, dtype=np.uint8)
             for step in steps:
                 if step.saved.nbytes > len(buffer):
@@ -77,6 +87,7 @@ class Copier:
 
         def body() -> None:
             self._begin(caches, flight)
+            self._check(what, plan.destination)
             self._move(what, plan, flight)
 
         self._state.flights.fly(flight, body)
@@ -103,6 +114,12 @@ class Copier:
             records = [state.record_of(cache) for cache in caches if not cache.is_cpu_cache]
             flight.cache_ids = tuple(r.cache_id for r in records)
             state.flights.begin(flight)
+
+    def _check(self, what: str, destination: Extents) -> None:
+        try:
+            check_writable(self._state, destination)
+        except ParamInvalidError as exc:
+            raise ParamInvalidError(f"{what}: {exc}") from None
 
     def _move(self, what: str, plan: Segments, flight: Flight) -> None:
         flight.run_here()

@@ -131,6 +131,7 @@ class Engine:
         try:
             state.desk.open()
             state.pools.open()
+            state.writability.open()
             self._transports.open()
             state.links.start()
         except BaseException:
@@ -159,6 +160,7 @@ class Engine:
         self._state.dropped.close()
         self._movers.close()
         self._state.slab.close_descriptor()
+        self._state.writability.close()
         self._close_pools()
 
     def _close_pools(self) -> None:
@@ -174,6 +176,7 @@ class Engine:
         """A forked child: closes its copies of the descriptors and touches nothing else."""
         self._state.links.close_after_fork()
         self._state.slab.close_descriptor()
+        self._state.writability.close()
         self._state.pools.close_after_fork()
         self._transports.close_after_fork()
 

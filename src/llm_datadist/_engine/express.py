@@ -102,10 +102,15 @@ class Express:
         return True
 
     def _move(self, flight: Flight, route: Route, src: int, dst: int, started: float) -> bool:
-        if route.short is None or not route.short.move(flight, src, dst, started + self._state.timeout_s):
-            return False
         layout = route.record.layout
-        cast(Peer, flight.link.context).count_in(layout.stride_nbytes * layout.num_tensors)
+        stride = layout.stride_nbytes
+        if route.short is None:
+            return False
+        if not route.memory.all_writable() and not route.memory.unit_writable(dst * stride, stride):
+            return False
+        if not route.short.move(flight, src, dst, started + self._state.timeout_s):
+            return False
+        cast(Peer, flight.link.context).count_in(stride * layout.num_tensors)
         return True
 
     # ---- finding routes ------------------------------------------------------------------------------
@@ -134,6 +139,7 @@ class Express:
         if known is not None and known.record is record and known.leads_to(found):
             return
         short = short_way(peer, found, record)
+        memory = state.memory_of(record)
         with state.lock:
             if state.registry.get(record.cache_id) is record:
-                peer.routes.keep(Route(name, found.cache, found.word, version, record, short))
+                peer.routes.keep(Route(name, found.cache, found.word, version, record, short, memory))

@@ -19,11 +19,11 @@ from llm_datadist._core.registry import GenerationWord, KeyName, Record, request
 from llm_datadist._core.remote_table import RemoteCache
 from llm_datadist._core.requests import PullBlocks, PullCache
 from llm_datadist._engine import codec
+from llm_datadist._engine.destinations import check_destination
 from llm_datadist._engine.executor import MoveError, Stale, Wanted, move
 from llm_datadist._engine.failures import Context
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.notifications import Notifications
-from llm_datadist._engine.overlapping import check_apart
 from llm_datadist._engine.state import State, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost, Pending
 from llm_datadist._wire.framing import Frame, ProtocolError
@@ -261,10 +261,12 @@ class _Pull(msgspec.Struct, frozen=True):
     def _move(self, source: Source) -> CacheSlice:
         try:
             src, dst = self._plan(source)
+            destination = dst.extents(self.record.addresses)
+            check_destination(
+                self.state, self.link, source.cache.cache_id, src, dst, destination, self.record
+            )
         except ParamInvalidError as exc:
             raise self.context.invalid(exc) from None
-        destination = dst.extents(self.record.addresses)
-        check_apart(self.state, self.link, source.cache.cache_id, src, destination)
         wanted = Wanted(source.cache, src, source.word, source.word, source.lease)
         move(peer_of(self.link), wanted, destination, self.deadline, self.flight)
         return src

@@ -22,11 +22,11 @@ from llm_datadist._core.remote_table import RemoteCache
 from llm_datadist._core.requests import Layers
 from llm_datadist._core.segments import U64
 from llm_datadist._engine import codec
+from llm_datadist._engine.destinations import check_destination, check_writable
 from llm_datadist._engine.executor import MoveError, Stale, Wanted, move
 from llm_datadist._engine.failures import Context
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.notifications import Notifications
-from llm_datadist._engine.overlapping import check_apart
 from llm_datadist._engine.responder import MAX_PARTS_TOGETHER, check_accessible, describe_name
 from llm_datadist._engine.state import State, describe, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost
@@ -284,7 +284,7 @@ class Receiver:
         flight: Flight,
     ) -> None:
         destination = target.extents(bases)
-        check_apart(self._state, offer.link, offer.source.cache_id, source, destination)
+        check_destination(self._state, offer.link, offer.source.cache_id, source, target, destination)
         lease, *more = ((message.lease_id, codec.word_of(message.lease)) for message in messages)
         move(
             peer_of(offer.link),
@@ -300,7 +300,9 @@ class Receiver:
         """The plan of the whole offer, made once: a bad one moves nothing of any part."""
         if offer.plan is None:
             try:
-                offer.plan = self._plan(offer)
+                plan = self._plan(offer)
+                check_writable(self._state, plan.target.extents(plan.bases), plan.target.first_tensor)
+                offer.plan = plan
             except LLMException as exc:
                 offer.plan = exc
                 _LOG.warning("refused a %s of %s: %s", _what(offer), describe(offer.link), exc)

@@ -12,6 +12,7 @@ import msgspec
 from llm_datadist._core.registry import GenerationWord, KeyName, Record
 from llm_datadist._core.remote_table import Found, RemoteCache
 from llm_datadist._engine.flights import Flight
+from llm_datadist.devices.writability import Again
 
 MAX_ROUTES = 1024  # of one peer: pairs of a model there and a cache here
 
@@ -38,6 +39,7 @@ class Route(msgspec.Struct, frozen=True, eq=False):
         version: Of the peer's table when that was looked up.
         record: The destination.
         short: The short way; None: there is none.
+        memory: Whether the destination may be written.
     """
 
     name: KeyName
@@ -46,6 +48,7 @@ class Route(msgspec.Struct, frozen=True, eq=False):
     version: int
     record: Record
     short: ShortWay | None
+    memory: Again
 
     def leads_to(self, found: Found) -> bool:
         """Whether the key finds now what it found then."""

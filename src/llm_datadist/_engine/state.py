@@ -11,7 +11,7 @@ import math
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -36,6 +36,7 @@ from llm_datadist._wire.framing import Buffer
 from llm_datadist._wire.messages import CacheEntry, Message
 from llm_datadist.caches import Cache
 from llm_datadist.devices.slab import Slab
+from llm_datadist.devices.writability import Again, Writability
 from llm_datadist.status import (
     CacheNotExistError,
     EngineFinalizedError,
@@ -46,6 +47,7 @@ from llm_datadist.status import (
 )
 from llm_datadist.transports.seam import StreamChannel, TransportCaps, WordChannel
 
+_MOST_COME = 256
 _GRACE = 0.1  # of sync_kv_timeout: a call may take its time and a fifth
 
 
@@ -67,15 +69,28 @@ class Peer:
     closing: bool = False  # an unlink is being agreed: no new transfers of ours
     unlinked: bool = False  # the peer was told that it may drop the link
     by_clusters: bool = False  # a caller of link_clusters here wants this link
-    bytes_in: int = 0
     bytes_out: int = 0
     only_way: Way | None = None
     _counting: threading.Lock = field(default_factory=threading.Lock)
+    _bytes_in: int = 0
+    _come: deque[int] = field(default_factory=deque)  # and not added yet
 
     def count_in(self, nbytes: int) -> None:
         """Bytes that we have read of the peer. From any thread: two transfers may end at once."""
+        self._come.append(nbytes)  # in one step: a lock takes longer
+        if len(self._come) >= _MOST_COME:
+            self._add_up()
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes that we have read of the peer."""
+        return self._add_up()
+
+    def _add_up(self) -> int:
         with self._counting:
-            self.bytes_in += nbytes
+            while self._come:
+                self._bytes_in += self._come.popleft()
+            return self._bytes_in
 
     def count_out(self, nbytes: int) -> None:
         """Bytes that the peer says it has read of us."""
@@ -142,6 +157,8 @@ class State:
         self.lock = threading.Lock()
         self.condition = Changes(self.lock)  # to wait for a change of what it guards
         self.slab = Slab()
+        self.writability = Writability()
+        self._memories: dict[int, tuple[Record, Again]] = {}
         self.registry = Registry(self.new_word, self.clear_word)
         self.leases = Leases(self.new_word, self.clear_word)
         self.flights = Flights(self.condition)
@@ -188,8 +205,21 @@ class State:
         """Whether the peer reads by an engine that knows our memory by registration."""
         return any(caps.needs_registration and name in link.peer_reads_by for name, caps in self.caps.items())
 
+    def memory_of(self, record: Record) -> Again:
+        """Whether the memory of a cache of ours may be written: prepared once, to be asked again and again."""
+        kept = self._memories.get(record.cache_id)
+        if kept is not None and kept[0] is record:
+            return kept[1]
+        sealed = self.pools.has(record.cache_id)
+        memory = self.writability.again(record.addresses, record.layout.tensor_nbytes, sealed=sealed)
+        with self.lock:
+            if self.registry.get(record.cache_id) is record:
+                self._memories[record.cache_id] = record, memory
+        return memory
+
     def forget_routes(self, cache_id: int) -> None:
         """No route leads into that cache of ours any more. The caller holds the lock."""
+        self._memories.pop(cache_id, None)
         for link in self.by_token.values():
             peer_of(link).routes.forget(cache_id)
 

@@ -13,7 +13,7 @@ import re
 import numpy as np
 from numpy.typing import ArrayLike
 
-from llm_datadist._core.segments import U64
+from llm_datadist._core.segments import U64, Extents
 
 _LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (....) [0-9a-f]+ [0-9a-f]+:[0-9a-f]+ ([0-9]+)", re.MULTILINE)
 _READABLE = re.compile(rb"r...")
@@ -46,6 +46,28 @@ def first_unwritable(addresses: ArrayLike, nbytes: int | U64) -> int | None:
     ``nbytes`` may be an array, none 0.
     """
     return _first_outside(addresses, nbytes, _WRITABLE)
+
+
+def first_unwritable_run(extents: Extents) -> tuple[int, int] | None:
+    """The first run that is not wholly mapped and writable: its tensor, by position, and its address."""
+    if not extents.nbytes:
+        return None
+    for _ in range(2):
+        found = _first_run_outside(extents, *_joined(_WRITABLE, False))
+        if found is None:
+            return None
+    return found
+
+
+def _first_run_outside(extents: Extents, low: U64, high: U64) -> tuple[int, int] | None:
+    first = extents.offsets.min()
+    whole = int((extents.offsets + extents.lengths).max()) - int(first)
+    for row in np.flatnonzero(_outside(extents.bases + first, whole, low, high)).tolist():
+        starts = extents.offsets + extents.bases[row]  # a hole between the runs does no harm
+        outside = _outside(starts, extents.lengths, low, high)
+        if outside.any():
+            return row, int(starts[outside.argmax()])
+    return None
 
 
 def first_not_anonymous(addresses: ArrayLike, nbytes: int | U64) -> int | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llm_datadist._core.segments import U64
@@ -35,6 +37,10 @@ _prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
 
 _poll_now: Any = ctypes.PyDLL(None).poll
 _poll_now.argtypes = [ctypes.c_void_p, ctypes.c_ulong, ctypes.c_int]
+# The same without types: for arguments that are made once, and fit.
+_poll_again: Any = ctypes.PyDLL(None)["poll"]
+_readv_again: Any = ctypes.CDLL(None)["process_vm_readv"]
+_readv_again.restype = ctypes.c_ssize_t
 
 
 class _PollFd(ctypes.Structure):
@@ -60,30 +66,23 @@ def read_pairs(pid: int, destination: U64, source: U64) -> int:
     return done if done >= 0 else -ctypes.get_errno()
 
 
-class RepeatedRead:
-    """``read_pairs`` of the same two arrays, whose contents may change from call to call. One thread at a time.
+def repeated_read(pid: int, destination: U64, source: U64) -> Callable[[], int]:
+    """``read_pairs`` of the same two arrays, whose contents may change from call to call; whoever calls keeps them.
 
     Args:
         pid: Whose memory is read; our own is allowed.
         destination: (n, 2) uint64 rows of (address, nbytes) here, n at most IOV_MAX.
         source: The same there.
+
+    Returns:
+        Makes one call; bytes copied, or -1 if there were none.
     """
-
-    __slots__ = ("_arguments", "_pairs")
-
-    def __init__(self, pid: int, destination: U64, source: U64) -> None:
-        self._pairs = (destination, source)  # kept alive: the arguments point to them
-        self._arguments = (
-            ctypes.c_int(pid),
-            ctypes.c_void_p(destination.ctypes.data), ctypes.c_ulong(len(destination)),
-            ctypes.c_void_p(source.ctypes.data), ctypes.c_ulong(len(source)),
-            ctypes.c_ulong(0),
-        )  # fmt: skip
-
-    def run(self) -> int:
-        """One call; bytes copied, or -1 if there were none."""
-        done: int = _readv(*self._arguments)
-        return done
+    return partial(
+        _readv_again, ctypes.c_int(pid),
+        ctypes.c_void_p(destination.ctypes.data), ctypes.c_ulong(len(destination)),
+        ctypes.c_void_p(source.ctypes.data), ctypes.c_ulong(len(source)),
+        ctypes.c_ulong(0),
+    )  # fmt: skip
 
 
 def read_one(pid: int, destination: int, source: int, nbytes: int) -> int:
@@ -114,6 +113,12 @@ def has_news(fd: int, events: int) -> bool:
     asked = _PollFd(fd, events, 0)
     told: int = _poll_now(ctypes.byref(asked), 1, 0)
     return told > 0
+
+
+def repeated_news(fd: int, events: int) -> Callable[[], int]:
+    """``has_news`` of the same descriptor, asked again and again, from any thread: how many there are, 0 or 1."""
+    asked = (_PollFd * 1)(_PollFd(fd, events, 0))
+    return partial(_poll_again, asked, ctypes.c_ulong(1), ctypes.c_int(0))
 
 
 def can_write_byte(address: int) -> bool:

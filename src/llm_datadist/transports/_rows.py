@@ -14,6 +14,8 @@ from llm_datadist._core.segments import U64
 from llm_datadist.transports import _libc
 from llm_datadist.transports._one_sided import SPLIT_NBYTES
 
+_FEW = 4  # tensors, for which NumPy takes longer
+
 
 def fit_one_call(tensors: int, nbytes: int) -> bool:
     """Whether ``nbytes`` of each tensor are so little that one call moves them, which nobody need cut short."""
@@ -53,7 +55,7 @@ class KernelRows:
 class _Call:
     """Arguments for one thread at a time."""
 
-    __slots__ = ("_addresses", "_bases", "_call", "_first", "_offsets", "_offsets_array", "_words")
+    __slots__ = ("_addresses", "_bases", "_call", "_each", "_offsets", "_offsets_array", "_pairs", "_words")
 
     def __init__(self, pid: int, bases: U64, nbytes: int) -> None:
         pairs = np.empty((2, bases.shape[1], 2), dtype=np.uint64)
@@ -64,18 +66,20 @@ class _Call:
         # Stored through ctypes, which is faster and, like the sum, modulo 2**64: bases may be any uint64.
         self._offsets = (ctypes.c_uint64 * 2).from_address(self._offsets_array.ctypes.data)
         self._words = (ctypes.c_uint64 * pairs.size).from_address(pairs.ctypes.data)
-        self._first = (int(bases[0, 0]), int(bases[1, 0])) if bases.shape[1] == 1 else None
-        self._call = _libc.RepeatedRead(pid, pairs[0], pairs[1])
+        few = bases.T.tolist() if bases.shape[1] <= _FEW else ()
+        # Words of the addresses here and there, and the tensors: stored one by one where they are few.
+        self._each = tuple((2 * i, 2 * (len(few) + i), to, source) for i, (to, source) in enumerate(few))
+        self._pairs = pairs
+        self._call = _libc.repeated_read(pid, pairs[0], pairs[1])
 
     def run(self, there: int, here: int) -> int:
-        if self._first is not None:
-            to, source = self._first
-            words = self._words
-            words[0] = to + here
-            words[2] = source + there
-        else:
+        words = self._words
+        for i, j, to, source in self._each:
+            words[i] = to + here
+            words[j] = source + there
+        if not self._each:
             offsets = self._offsets
             offsets[0] = here
             offsets[1] = there
             np.add(self._bases, self._offsets_array, self._addresses)
-        return self._call.run()
+        return self._call()

@@ -22,19 +22,17 @@ from llm_datadist.transports.seam import Fault, FaultKind, OnCut
 class Peer(Owner):
     """The other process: its pid, and the descriptor that tells when it has gone."""
 
-    __slots__ = ("_fd", "pid")
+    __slots__ = ("_fd", "_news", "pid")
 
     def __init__(self, pid: int, pidfd: int) -> None:
         super().__init__()
         self.pid = pid
         self._fd = pidfd
+        self._news = _libc.repeated_news(pidfd, select.POLLIN)
 
     def gone(self) -> bool:
         """Whether the process has ended. If not held, look at ``closed`` afterwards."""
-        fd = self._fd
-        if fd < 0:
-            return True
-        return _libc.has_news(fd, select.POLLIN)
+        return self._fd < 0 or self._news() > 0
 
     def lost(self) -> Fault:
         """What a read ends with then."""

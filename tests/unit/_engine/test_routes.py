@@ -18,6 +18,7 @@ from llm_datadist._engine import express
 from llm_datadist._engine.routes import MAX_ROUTES, Route, Routes
 from llm_datadist._engine.short_ways import ByAsking, short_way
 from llm_datadist._engine.ways import Way
+from llm_datadist.devices.writability import Writability
 from llm_datadist.transports.local import LocalChannel
 from llm_datadist.transports.seam import TransportCaps
 from llm_datadist.transports.tcp_channel import TcpChannel
@@ -32,7 +33,15 @@ def route(model_id: int = 0, cache_id: int = 1) -> Route:
     bases, layout = np.ones(1, np.uint64), Layout(1, 4, 64)
     record = Record(cache_id, DESC, layout, bases, True, True, WORD, ())
     cache = RemoteCache(3, layout, True, WORD, bases)
-    return Route(KeyName("blocks", 0, model_id), cache, WORD, 1, record, None)
+    return Route(
+        KeyName("blocks", 0, model_id),
+        cache,
+        WORD,
+        1,
+        record,
+        None,
+        Writability().again(bases, 256, sealed=False),
+    )
 
 
 def test_a_route_is_found_by_model_and_cache() -> None:

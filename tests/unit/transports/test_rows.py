@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,23 +22,29 @@ def addresses(memory: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> U64:
     return np.array([tensor.ctypes.data for tensor in memory], dtype=np.uint64)
 
 
-@pytest.mark.parametrize("tensors", [1, 3])
+@pytest.mark.parametrize("tensors", [1, 3, 5])
 def test_a_read_in_the_middle_of_another_has_arguments_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tensors: int
 ) -> None:
     source = np.arange(tensors * 40, dtype=np.uint8).reshape(tensors, 40)
     here = np.zeros_like(source)
     rows = KernelRows(os.getpid(), addresses(source), addresses(here), 10)
+    prepare, within = _libc.repeated_read, [True]
+
+    def prepared(*arguments: Any) -> Callable[[], int]:
+        run = prepare(*arguments)
+
+        def another_first() -> int:
+            if not within:
+                within.append(True)
+                assert rows.move(10, 20)
+            return run()
+
+        return another_first
+
+    monkeypatch.setattr(_libc, "repeated_read", prepared)
     assert rows.move(0, 20)
-    run, within = _libc.RepeatedRead.run, []
-
-    def another_first(self: _libc.RepeatedRead) -> int:
-        if not within:
-            within.append(True)
-            assert rows.move(10, 20)
-        return run(self)
-
-    monkeypatch.setattr(_libc.RepeatedRead, "run", another_first)
+    within.clear()
     assert rows.move(30, 0)
     assert np.array_equal(here[:, :10], source[:, 30:])
     assert np.array_equal(here[:, 20:30], source[:, 10:20])
@@ -47,7 +55,7 @@ def test_arguments_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     source, here = np.ones((1, 40), np.uint8), np.zeros((1, 40), np.uint8)
     rows = KernelRows(os.getpid(), addresses(source), addresses(here), 10)
     assert rows.move(0, 0)
-    monkeypatch.setattr(_libc, "RepeatedRead", lambda *_: pytest.fail("made anew"))
+    monkeypatch.setattr(_libc, "repeated_read", lambda *_: pytest.fail("made anew"))
     assert rows.move(0, 30)
 
 
