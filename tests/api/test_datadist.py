@@ -137,6 +137,7 @@ def test_init_after_finalize_is_a_new_life(engines: list[FakeEngine]) -> None:
         ({**OPTIONS, "llm.AuthToken": "x"}, FeatureNotEnabledError, "llm.AuthToken"),
     ],
 )
+@pytest.mark.rule("R.5", "S.1", "S.2")
 def test_e4_refused_options_start_nothing(
     options: Any, error: type[Exception], text: str, engines: list[FakeEngine]
 ) -> None:

@@ -131,6 +131,7 @@ def test_n4_no_route_and_no_name_service_are_needed(spawn: Spawner, backend: str
 
 
 @pytest.mark.rule("3.40", "4.96")
+@pytest.mark.rule("S.10", "S.13", "S.17")
 def test_p2_the_fast_way_is_not_permitted(spawn: Spawner) -> None:
     p = spawn()
     d = spawn(prefix=("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"), env={"HOME": None})
@@ -155,6 +156,7 @@ def _link_reasons(w: World) -> list[tuple[str, str]]:
 
 
 @pytest.mark.rule("3.41", "4.34")
+@pytest.mark.rule("R.20")
 def test_p2_a_transport_asked_for_by_name_is_not_replaced(spawn: Spawner) -> None:
     p = spawn()
     d = spawn(prefix=("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"), env={"HOME": None})

@@ -40,6 +40,7 @@ def _check_line(line: dict[str, Any], table: str) -> None:
         assert 0 < timing["p50_s"] <= timing["p99_s"] and timing["calls"] >= 1, line
 
 
+@pytest.mark.rule("R.1")
 def test_the_table_and_the_json_of_a_few_rows(tmp_path: Path) -> None:
     rows = ["local-32k", "tcp-32k", "block-local", "registering"]
     table, content = _run(tmp_path, "--rows", *rows)

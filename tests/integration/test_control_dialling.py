@@ -160,6 +160,7 @@ def test_l4_an_answer_with_another_id_is_refused_by_the_dialler() -> None:
         )
 
 
+@pytest.mark.rule("S.21")
 def test_g16_an_answer_that_says_it_is_me_must_come_from_here() -> None:
     """Who is dialled by a cluster as itself hands back what it was told."""
     with Engine(1) as a, listening_socket() as (sock, address):

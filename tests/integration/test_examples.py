@@ -113,6 +113,7 @@ def only_line(text: str) -> str:
         ),
     ],
 )
+@pytest.mark.rule("R.8", "R.9", "R.11")
 def test_example(program: Program, name: str, told: list[str]) -> None:
     code, out, err = program.run(f"examples/{name}.py")
     assert (code, err) == (0, "")
@@ -133,6 +134,7 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize(("transport", "mode", "how"), COMBINATIONS)
+@pytest.mark.rule("R.3")
 def test_demo_gives_the_tokens_of_one_process(
     program: Program, tiny: str, transport: str, mode: str, how: tuple[str, ...]
 ) -> None:

@@ -167,7 +167,7 @@ def _looked_at_from_outside(pid: int, address: int, nbytes: int) -> bytes:
     [*((c, "layers") for c in COMBOS if c.backend != "shm"), (Combo("B", "tcp"), "push")],
     ids=str,
 )
-@pytest.mark.rule("5.1", "5.2", "5.120", "5.123", "5.127")
+@pytest.mark.rule("5.1", "5.2", "5.120", "5.123", "5.127", "S.6")
 def test_a_stopped_destination_is_written_by_nobody(pair: Pair, what: str) -> None:
     pair.up(timeout_ms=1000, HeartbeatIntervalMs="5000")
     pair.source(shape=FOUR)

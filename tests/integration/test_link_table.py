@@ -157,7 +157,7 @@ def test_a_link_to_myself(pair: Pair) -> None:
         assert not pair.d.call(actors.compare, "dst", seed=3, src_tensor_nbytes=8192, pieces=pieces)
 
 
-@pytest.mark.rule("4.12")
+@pytest.mark.rule("4.12", "R.10")
 def test_a_link_serves_both_directions(pair: Pair) -> None:
     pair.up()
     pair.d.call(actors.blocks_cache, "src", seed=3, model_id=0)

@@ -72,6 +72,7 @@ def two(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 @pytest.mark.rule("5.5", "5.9")
+@pytest.mark.rule("R.12", "R.13")
 def test_every_pull_of_mode_a_asks_its_owner_and_none_of_mode_b(two: Two) -> None:
     for block in range(3):
         two.me.cache_manager.pull_blocks(BlocksCacheKey(2, 0), two.paged, [block], [block])

@@ -101,6 +101,7 @@ def test_n3_the_bind_address_is_never_the_address_to_dial(
         assert addresses_used(net) <= {form for n in nets for form in (n.address, f"::ffff:{n.address}")}
 
 
+@pytest.mark.rule("R.1", "R.19")
 def test_n3_auto_takes_tcp_between_hosts(nets: Nets, hosts: Any) -> None:
     pair = hosts("B", "auto")
     port = up(pair, "0.0.0.0:0")

@@ -79,6 +79,7 @@ def _pretend_rdma(w: World, directory: str) -> None:
 
 
 @COMBOS
+@pytest.mark.rule("R.18")
 def test_auto_between_hosts_with_rdma_takes_nixl(spawn: Spawner, combo: Combo, tmp_path: Any) -> None:
     """What is registered goes by NIXL; memory that is read-only, which it cannot register, by tcp."""
     (tmp_path / "mlx5_0").mkdir()

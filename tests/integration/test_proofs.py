@@ -80,6 +80,7 @@ def _altered(blob: bytes, proof: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("made", [_as_told, _with_our_proof])
+@pytest.mark.rule("S.20")
 def test_g16_the_victims_own_endpoint(
     scene: Scene, made: Callable[[Welcome, Impostor, Welcome], Endpoints]
 ) -> None:
@@ -91,6 +92,7 @@ def test_g16_the_victims_own_endpoint(
 
 
 @pytest.mark.parametrize("made", [_as_told, _with_our_proof])
+@pytest.mark.rule("S.20")
 def test_g16_an_endpoint_of_another_engine_of_the_host(
     scene: Scene, made: Callable[[Welcome, Impostor, Welcome], Endpoints]
 ) -> None:
@@ -102,6 +104,7 @@ def test_g16_an_endpoint_of_another_engine_of_the_host(
     assert "local: " in reasons and "connection" in reasons
 
 
+@pytest.mark.rule("S.20")
 def test_g16_an_endpoint_that_was_good_in_an_earlier_handshake(scene: Scene) -> None:
     """An honest link of the two was there; a client says afterwards what it has heard of it."""
     code = scene.other.call(actors.link, [(VICTIM, scene.at[0])])
@@ -191,6 +194,7 @@ def test_g16_an_honest_peer_is_read(scene: Scene, honest: Impostor) -> None:
 
 
 @pytest.mark.parametrize("withdrawn", [False, True])
+@pytest.mark.rule("S.20", "S.22")
 def test_g16_an_offer_reads_nothing_that_was_not_published(
     scene: Scene, honest: Impostor, withdrawn: bool
 ) -> None:

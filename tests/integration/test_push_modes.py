@@ -40,6 +40,7 @@ def managed() -> Iterator[CacheManager]:
 
 @pytest.mark.parametrize("push", PUSHES.values(), ids=PUSHES)
 @pytest.mark.rule("5.3", "5.27", "5.70", "5.79")
+@pytest.mark.rule("R.14")
 def test_pushes_are_for_mode_b_and_an_unknown_cache_comes_first(push: Push, managed: CacheManager) -> None:
     memory = np.zeros((2, 8), np.uint8)
     cache = managed.register_blocks_cache(DESC, [memory.ctypes.data])

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 35
 
@@ -17,6 +19,7 @@ def _example() -> str:
     return str(code)
 
 
+@pytest.mark.rule("R.7")
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-W", "error", "-c", _example()]

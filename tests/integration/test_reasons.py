@@ -17,6 +17,7 @@ CASES = [
 
 @pytest.mark.rule("4.34", "4.96")
 @pytest.mark.parametrize(("template", "force"), CASES)
+@pytest.mark.rule("R.20")
 def test_p2_every_reason_is_told(
     template: str, force: Force, spawn: Spawner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

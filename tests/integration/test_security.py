@@ -39,6 +39,7 @@ def _dangers(source: str) -> list[str]:
 
 
 @pytest.mark.rule("4.107")
+@pytest.mark.rule("S.3")
 def test_z1_nothing_that_a_peer_sends_can_be_executed() -> None:
     assert _dangers("import pickle\neval('1')") == ["pickle", "eval"]
     bad = {str(p): d for p in SRC.rglob("*.py") if (d := _dangers(p.read_text()))}
@@ -46,6 +47,7 @@ def test_z1_nothing_that_a_peer_sends_can_be_executed() -> None:
 
 
 @pytest.mark.rule("3.31", "4.109")
+@pytest.mark.rule("S.9")
 def test_z1_only_the_given_port_is_open(spawn: Spawner) -> None:
     peer = spawn()
     assert peer.call(_listening) == []
@@ -100,6 +102,7 @@ def _nonsense(frames: int) -> list[bytes]:
 @pytest.mark.parametrize(
     "frames", [150, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
+@pytest.mark.rule("S.4")
 def test_z3_numbers_from_the_wire_are_not_believed(pair: Pair, frames: int) -> None:
     pair.up()
     shape = Shape(dim0=64, stride=65536)
@@ -189,6 +192,7 @@ def _push_to(w: World, addresses: list[int]) -> Any:
 @pytest.mark.rule("4.113", "4.114")
 @pytest.mark.parametrize("kind", ["outside", "one byte past", "not accessible", "unregistered", "across"])
 @pytest.mark.rule("4.113", "4.114", "5.91")
+@pytest.mark.rule("S.7", "S.19")
 def test_z4_a_peer_cannot_name_addresses_outside_accessible_caches(pair_a: Pair, kind: str) -> None:
     pair = pair_a.up()
     pair.source(shape=FOUR)

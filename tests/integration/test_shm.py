@@ -138,6 +138,7 @@ def test_s5_the_owner_withdraws_in_the_middle(mode_pair: Pair) -> None:
 # ---- an owner that does not run --------------------------------------------------------------------------------
 
 
+@pytest.mark.rule("R.15")
 def test_t2_a_stopped_owner_is_read_in_mode_b(spawn: Spawner) -> None:
     pair = make_pair(spawn, Combo("B", "shm")).up(timeout_ms=2000, HeartbeatIntervalMs="5000")
     pair.source()
@@ -278,6 +279,7 @@ POOL = {"MemPoolConfig": allocated.pool(MIB)}
 
 
 @MODES
+@pytest.mark.rule("R.16", "R.17", "S.14")
 def test_pools_by_shm_and_the_rest_by_local(spawn: Spawner, mode: str) -> None:
     pair = make_pair(spawn, Combo(mode, "auto")).up(**POOL)
     transport, reasons = _chosen(pair)

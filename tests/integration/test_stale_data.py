@@ -26,7 +26,7 @@ def _rounds(pair: Pair, full: int, few: int) -> int:
 
 
 @pytest.mark.parametrize("kind", ["blocks", "request", "id"])
-@pytest.mark.rule("5.12", "6.28", "6.33")
+@pytest.mark.rule("5.12", "6.28", "6.33", "R.2", "S.8")
 def test_s1_a_withdrawn_cache_is_not_read(pair: Pair, kind: str) -> None:
     if kind == "request" and pair.combo.mode == "B":
         pytest.skip("mode B has no request keys for pull_cache")
@@ -58,7 +58,7 @@ GENERATION_SHAPE = Shape(tensors=4, dim0=32, stride=65536)  # long enough to be 
 
 @THREE
 @pytest.mark.parametrize(("seconds", "at_least"), [(2.0, 10), pytest.param(10.0, 50, marks=pytest.mark.slow)])
-@pytest.mark.rule("5.14", "6.33")
+@pytest.mark.rule("5.14", "6.33", "R.2", "R.13", "S.8")
 def test_s2_a_pull_holds_one_generation_only(pair: Pair, seconds: float, at_least: int) -> None:
     pair.up()
     pair.p.call(actors.make, "src", **GENERATION_SHAPE.memory())

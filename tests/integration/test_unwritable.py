@@ -94,6 +94,7 @@ def _refused(pair: Pair, name: str, address: int, outcome: Outcome) -> None:
 
 @pytest.mark.rule("5.67")
 @pytest.mark.parametrize("how", WAYS)
+@pytest.mark.rule("R.2")
 def test_g5_no_byte_of_a_destination_with_a_tensor_that_cannot_be_written(pair: Pair, how: str) -> None:
     pair.up()
     pair.source(shape=SHAPE)

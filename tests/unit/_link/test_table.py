@@ -227,6 +227,7 @@ def test_a_link_to_myself_has_one_end_in_the_table() -> None:
     [(1, False), (2, False), (2, True)],
     ids=["me", "my life", "my life from here"],
 )
+@pytest.mark.rule("S.21")
 def test_g16_who_says_that_it_is_me_must_be_me(cluster_id: int, from_here: bool) -> None:
     tab = table(1)
     peer = msgspec.structs.replace(identity(1), cluster_id=cluster_id)

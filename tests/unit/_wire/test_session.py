@@ -249,7 +249,7 @@ def test_decisions_out_of_turn_are_our_own_bugs() -> None:
 # ---- time ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.rule("4.108")
+@pytest.mark.rule("4.108", "S.5")
 def test_an_unfinished_handshake_ends_after_ten_seconds() -> None:
     for state in set(MAKERS) - {State.UP}:
         session = MAKERS[state]()

@@ -130,6 +130,7 @@ def test_g16_a_proof_is_there_for_one_handshake(reader: LocalTransport) -> None:
         reader.open(endpoint(owner.endpoint(PROOF)), deadline=0).close()
 
 
+@pytest.mark.rule("S.20")
 def test_g16_the_right_bytes_elsewhere_are_no_proof(reader: LocalTransport) -> None:
     """What a peer can have written into a cache of another process: the place must be that process's choice."""
     planted = np.frombuffer(PROOF, np.uint8).copy()
@@ -152,6 +153,7 @@ def test_g16_more_handshakes_than_slots(reader: LocalTransport) -> None:
     reader.endpoint(PROOF)
 
 
+@pytest.mark.rule("S.10", "S.18")
 def test_p2_other_user(owner: LocalOwner) -> None:
     """The reader runs as nobody: the reason names both users and every way out."""
     if os.geteuid() != 0:
@@ -307,6 +309,7 @@ def test_listener_that_cannot_be_adopted_leaves_nothing() -> None:
 
 @pytest.mark.rule("3.65")
 @pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.rule("S.11")
 def test_tracers_are_allowed_only_when_asked(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
     calls: list[str] = []
     monkeypatch.setattr(_libc, "allow_any_tracer", lambda: calls.append("allowed"))

@@ -211,6 +211,7 @@ def test_p2_other_user_refuses_by_itself(owner: ShmOwner) -> None:
 
 @needs_root
 @pytest.mark.parametrize("slow", [False, True], ids=["proof first", "proof late"])
+@pytest.mark.rule("S.15")
 def test_p2_other_user_is_refused_by_the_owner(owner: ShmOwner, slow: bool) -> None:
     """A reader that does not care: it has the proof, and gets no descriptor."""
     ignoring = f"{NOBODY}; from llm_datadist.transports import shm; shm.whose_refusal = lambda *uids: ''"
@@ -224,6 +225,7 @@ def test_p2_other_user_is_refused_by_the_owner(owner: ShmOwner, slow: bool) -> N
 
 
 @needs_root
+@pytest.mark.rule("S.15")
 def test_p2_root_reads_a_user(reader: ShmTransport) -> None:
     with closing(ShmOwner(["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"])) as owner:
         (base,) = owner.allocate([8], 0)
@@ -366,6 +368,7 @@ def test_a_closed_channel_keeps_its_mapping_until_the_last_read_ends(
         assert len(mapped("memfd:test")) == before - 1
 
 
+@pytest.mark.rule("S.15")
 def test_what_is_mapped_cannot_be_written(area: Shared, loop: Loop, reader: ShmTransport) -> None:
     with closing(transport([area.area], loop=loop)) as owned:
         channel = opened(reader, owned.endpoint(PROOF))

@@ -113,6 +113,7 @@ def grown_only(nbytes: int) -> int:
     ],
     ids=["unsealed", "grow", "file", "device", "small", "none", "two", "more than there can be"],
 )
+@pytest.mark.rule("S.16")
 def test_z3_descriptors_that_are_no_good(
     reader: ShmTransport, make: Callable[[], list[int]], text: str
 ) -> None:

@@ -44,6 +44,7 @@ def told(reader: ShmTransport, blob: bytes, proof: bytes = PROOF) -> str:
     return channel.refusal
 
 
+@pytest.mark.rule("S.15")
 def test_g16_another_proof_gets_nothing_but_the_reason(
     area: Shared, reader: ShmTransport, owned: ShmTransport
 ) -> None:
@@ -61,6 +62,7 @@ def test_g16_an_endpoint_of_another_connection(reader: ShmTransport) -> None:
         reader.open(endpoint(reader.endpoint(OTHER)), deadline=0)
 
 
+@pytest.mark.rule("S.15")
 def test_g16_a_proof_is_good_once_and_until_the_handshake_is_over(
     reader: ShmTransport, owned: ShmTransport
 ) -> None:
