@@ -187,7 +187,9 @@ class CacheTask:
             for i, code in enumerate(self._codes):
                 if code is not None and code != LLMStatusCode.LLM_SUCCESS:
                     if self._cancelled:
-                        return code, CancelledError("cancelled by the caller")
+                        error = CancelledError("cancelled by the caller")
+                        error.__cause__ = self._errors[i]
+                        return code, error
                     return code, self._errors[i] or error_of(code, f"transfer config {i} ended with {code}")
             return LLMStatusCode.LLM_SUCCESS, None
 

@@ -101,7 +101,7 @@ def test_calls_and_late_answers(pair: tuple[Engine, Engine]) -> None:
     pending = link.call(Unlink(id=link.next_id(), time_left_ms=1))
     with pytest.raises(TimeoutError):
         pending.wait(time.monotonic() + 0.05)
-    pending.discard()
+    pending.close()
     b.notes.answers = True
     late, _ = b.notes.frames[-1]
     ended: list[bool] = []

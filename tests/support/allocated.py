@@ -133,7 +133,7 @@ def numbered(w: World, req_id: int) -> None:
     manager = w.dist.cache_manager
     cache = manager.allocate_cache(desc_of(2, 2, 5000), [dd.CacheKey(0, NONE), dd.CacheKey(0, req_id)])
     for address in cache.tensor_addrs:
-        PoolView(address, 10_000).view(0, 10_000)[:] = req_id
+        PoolView(address, 10_000).view(0, 10_000)[:] = req_id % 256
     manager.deallocate_cache(cache)
 
 

@@ -20,6 +20,7 @@ class Lease:
         holder: The token of its link.
         expires_at: Seconds of the caller's clock.
         key: The request key that a complete read releases.
+        giver: What of ours has given it, if that ends it.
     """
 
     lease_id: int
@@ -28,6 +29,7 @@ class Lease:
     word: GenerationWord
     expires_at: float
     key: KeyName | None = None
+    giver: object = None
 
 
 @dataclass(slots=True)
@@ -44,9 +46,16 @@ class Leases:
     _out: dict[int, Lease] = field(default_factory=dict)
     _next_id: int = 1
 
-    def grant(self, holder: bytes, record: Record, expires_at: float, key: KeyName | None = None) -> Lease:
+    def grant(
+        self,
+        holder: bytes,
+        record: Record,
+        expires_at: float,
+        key: KeyName | None = None,
+        giver: object = None,
+    ) -> Lease:
         """Gives ``holder`` a lease on a cache."""
-        lease = Lease(self._next_id, holder, record, self.new_word(), expires_at, key)
+        lease = Lease(self._next_id, holder, record, self.new_word(), expires_at, key, giver)
         self._next_id += 1
         self._out[lease.lease_id] = lease
         return lease
@@ -67,6 +76,14 @@ class Leases:
         """Ends all whose time is over."""
         for lease in [x for x in self._out.values() if x.expires_at <= now]:
             self.end(lease)
+
+    def holds(self, lease: Lease) -> bool:
+        """Whether it is still out."""
+        return self._out.get(lease.lease_id) is lease
+
+    def of_giver(self, giver: object) -> list[Lease]:
+        """What one call of ours has given."""
+        return [x for x in self._out.values() if x.giver is giver]
 
     def all(self) -> list[Lease]:
         """What all peers hold."""

@@ -1,7 +1,7 @@
 """Notifications: their limits, and the queue that holds what peers have sent. Pure; guarded by its owner.
 
-A notice that has arrived is parked until it is certain that its sender has not withdrawn it; parked ones
-count against the capacity, so one that was accepted always has its place.
+A notice that has arrived is parked until its sender has decided about the call that it belongs to; parked
+ones count against the capacity, so one that was accepted always has its place.
 """
 
 from __future__ import annotations
@@ -78,15 +78,6 @@ class NoticeQueue:
             raise OutOfMemoryError(
                 f"the queue of notifications holds {held}, which is all it may; its owner must call get_notifies"
             )
-
-    def put(self, notify: Notify) -> None:
-        """Enters one that is certain.
-
-        Raises:
-            OutOfMemoryError: The queue is full.
-        """
-        self.check_room()
-        self._waiting.append(notify)
 
     def park(self, ticket: Hashable, notify: Notify) -> None:
         """Holds one back until ``admit``.

@@ -131,35 +131,37 @@ class _Job:
         self._call = call
         self._lock = threading.Lock()
         self._begun = False  # or dropped
+        self._error: BaseException | None = None  # the outcome, once it has ended
         self._ended = threading.Event()
 
     def run(self) -> None:
         """The worker's part."""
-        error: BaseException | None = None
         taken = self._take()
         if taken:
             self.book.begin(0)
-            error = self._outcome()
-            self._ended.set()
+            self._error = self._outcome()
         self._background.leave(self._flight.link)
         if taken:
-            self._answer(error)
+            self._ended.set()
+            self._answer()
 
     def refuse(self, error: LLMException) -> None:
         """There is no thread for it."""
         if self._take():
             self._state.flights.end(self._flight)
-            self._ended.set()
+            self._error = error
             self._background.leave(self._flight.link)
-            self._answer(error)
+            self._ended.set()
+            self._answer()
 
     def drop(self) -> None:
         """The flight was cut: one whose turn has not come ends here."""
         if not self._take():
             return
         self._state.flights.end(self._flight)
+        self._error = self._flight.error
         self._ended.set()
-        self._answer(self._flight.error)
+        self._answer()
 
     def _take(self) -> bool:
         with self._lock:
@@ -175,7 +177,8 @@ class _Job:
             return exc
         return None
 
-    def _answer(self, error: BaseException | None) -> None:
+    def _answer(self) -> None:
+        error = self._error
         code = LLMStatusCode.LLM_SUCCESS
         if error is not None:
             code = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
@@ -183,8 +186,9 @@ class _Job:
 
     def _cancel(self) -> None:
         self._flight.cut(LLMException("cancelled by the caller", status_code=LLMStatusCode.LLM_FAILED))
-        if not self._flight.link.on_control_thread():  # which must not block
-            self._ended.wait(_LAST_BYTES_S)
+        here = self._flight.link.on_control_thread()  # which must not block
+        if self._ended.wait(0 if here else _LAST_BYTES_S):
+            self._answer()  # what has come of it, which may be success
 
 
 def _nothing() -> None:

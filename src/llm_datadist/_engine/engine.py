@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from llm_datadist._core.notices import Notice
+from llm_datadist._core.notices import Notice, NoticeQueue
 from llm_datadist._core.options import Options
 from llm_datadist._core.rank_table import BASE_PORT_VARIABLE
 from llm_datadist._core.requests import (
@@ -33,6 +33,7 @@ from llm_datadist._engine.comms import Comms
 from llm_datadist._engine.control_calls import ControlCalls
 from llm_datadist._engine.copying import Copier
 from llm_datadist._engine.draining import GRACE_S, Draining, not_idle
+from llm_datadist._engine.endings import Endings
 from llm_datadist._engine.errands import Call, Errand
 from llm_datadist._engine.express import Express
 from llm_datadist._engine.handler import Handler
@@ -75,8 +76,7 @@ class Engine:
         state = self._state = State(cluster_id, options, CAPS)
         state.find_sibling = _find_sibling
         self._catalog = Catalog(state)
-        self._notifications = Notifications(state)
-        self._initiator = Initiator(state, self._notifications)
+        self._initiator = Initiator(state)
         self._express = Express(state)
         self._pusher = Pusher(state)
         self._layer_pusher = LayerPusher(state)
@@ -84,8 +84,11 @@ class Engine:
         self._comms = Comms(state, self._linking, os.environ.get(BASE_PORT_VARIABLE))
         self._draining = Draining(state, self._catalog)
         self._allocator = Allocator(state, self._catalog)
-        self._responder = Responder(state, self._allocator)
-        self._receiver = Receiver(state, self._notifications)
+        self._responder = Responder(state)
+        queue = NoticeQueue()
+        self._endings = Endings(state, self._allocator, queue)
+        self._notifications = Notifications(state, queue, self._endings)
+        self._receiver = Receiver(state, self._endings)
         self._background = Background(state)
         self._movers = Movers(_helpers(options.transfer_threads))
         self._copier = Copier(state, self._movers)
@@ -107,7 +110,7 @@ class Engine:
             self._receiver,
             self._linking,
             self._draining,
-            self._notifications,
+            self._endings,
         )
         settings = LinkSettings(
             cluster_id=state.cluster_id,

@@ -26,18 +26,22 @@ from llm_datadist.transports.seam import Fault, FaultKind, OneSidedChannel
 class Stale(Exception):  # noqa: N818 - a fact, not an error of this code
     """What was to be read is not there any more. ``begun``: destination bytes may have changed."""
 
-    def __init__(self, text: str, *, begun: bool) -> None:
+    def __init__(self, text: str, *, begun: bool = False) -> None:
         super().__init__(text)
         self.begun = begun
 
 
 class MoveError(Exception):
-    """The bytes did not all arrive."""
+    """The bytes did not all arrive. Caused by what the system reported, if it was that."""
 
     def __init__(self, fault: Fault, nbytes: int) -> None:
-        super().__init__(fault.text)
+        super().__init__(fault, nbytes)
         self.fault = fault
         self.nbytes = nbytes
+        self.__cause__ = fault.cause
+
+    def __str__(self) -> str:
+        return self.fault.text
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -109,7 +113,7 @@ def _move(peer: Peer, wanted: Wanted, destination: Extents, deadline: float, fli
         return
     flight.check()
     if fault.kind is FaultKind.REFUSED and fault.code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
-        raise Stale(fault.text, begun=progress.nbytes > 0)
+        raise Stale(fault.text, begun=progress.nbytes > 0) from MoveError(fault, progress.nbytes)
     if fault.kind is FaultKind.SOURCE and by_address is not None:
         _check_word(peer, by_address, wanted, deadline, begun=True)
     raise MoveError(fault, progress.nbytes)
@@ -133,7 +137,8 @@ def _choose(
             # Before the word: an owner that has refused has closed the connection as well.
             refusal = way.refusal
             if refusal:
-                raise MoveError(Fault(FaultKind.CHANNEL if came else FaultKind.TIMEOUT, refusal), 0)
+                kind = FaultKind.CHANNEL if came else FaultKind.TIMEOUT
+                raise MoveError(Fault(kind, refusal, cause=way.refusal_cause), 0)
             if way.by_address is not None:  # words are within reach of what reaches anything at all
                 _check_word(peer, way.by_address, wanted, deadline, begun=False)
             raise ParamInvalidError(

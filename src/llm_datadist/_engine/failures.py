@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TypeVar
 
 from llm_datadist._engine.executor import MoveError, Stale
 from llm_datadist._engine.state import describe
@@ -20,6 +21,20 @@ from llm_datadist.status import (
     error_of,
 )
 from llm_datadist.transports.seam import Fault, FaultKind
+
+E = TypeVar("E", bound=LLMException)
+
+
+class Refusal(Exception):  # noqa: N818 - what a peer said, not an error of this code
+    """A peer's answer, as it came."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)  # all of it, so that it can be pickled with the error that it has caused
+        self.code = code
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"{code_of(self.code)!s}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +69,13 @@ class Context:
 
     def lost(self, reason: object) -> LinkFailedError:
         """The link went down under it."""
-        return LinkFailedError(f"{self.where}: the link went down: {reason}; call link_clusters again")
+        text = f"{self.where}: the link went down: {reason}; call link_clusters again"
+        return _caused(LinkFailedError(text), reason)
 
     def stale(self, why: object) -> CacheNotExistError:
         """What it reads is not there any more."""
-        return CacheNotExistError(f"{self.where}: {why}; register it there (again), then retry")
+        text = f"{self.where}: {why}; register it there (again), then retry"
+        return _caused(CacheNotExistError(text), why)
 
     def refused(self, code: int, text: str) -> LLMException:
         """The peer said no."""
@@ -66,17 +83,20 @@ class Context:
         if known is LLMStatusCode.LLM_SUCCESS:
             known = LLMStatusCode.LLM_UNKNOWN_ERROR  # a refusal that names no reason
         if known is LLMStatusCode.LLM_ENGINE_FINALIZED:
-            return self.lost(text)  # the peer's engine, not the caller's
+            return _caused(self.lost(text), Refusal(code, text))  # the peer's engine, not the caller's
         if known in (LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT, LLMStatusCode.LLM_TIMEOUT):
             known = self.timeout_code
-        return error_of(known, f"{self.where}: {text}")
+        return _caused(error_of(known, f"{self.where}: {text}"), Refusal(code, text))
 
     def invalid(self, error: ParamInvalidError) -> ParamInvalidError:
         """A rule that needs both sides is broken."""
-        return ParamInvalidError(f"{self.where}: {error}")
+        return _caused(ParamInvalidError(f"{self.where}: {error}"), error)
 
     def failure(self, error: Stale | MoveError | LinkLost | TimeoutError | ProtocolError) -> LLMException:
-        """The exception for what stopped it."""
+        """The exception for what stopped it; caused by what the system reported, else by what stopped it."""
+        return _caused(self._failure(error), error.__cause__ or error)
+
+    def _failure(self, error: Stale | MoveError | LinkLost | TimeoutError | ProtocolError) -> LLMException:
         match error:
             case Stale():
                 return self.lost(down) if (down := self.link.down_reason) else self.stale(error)
@@ -95,17 +115,18 @@ class Context:
                 return self.refused(fault.code, fault.text)
             case FaultKind.DESTINATION:
                 text = f"{self.where}: destination memory cannot be written: {fault.text}; register writable memory"
-                return _caused(ParamInvalidError(text), fault)
+                return ParamInvalidError(text)
             case FaultKind.SOURCE:
                 text = f"{self.where}: the source cannot be read: {fault.text}; unregister before unmapping"
-                return _caused(LLMException(text, status_code=LLMStatusCode.LLM_FAILED), fault)
+                return LLMException(text, status_code=LLMStatusCode.LLM_FAILED)
             case FaultKind.CHANNEL:
                 text = f"{self.where}: the bytes cannot be moved: {fault.text}; see links(), or link again"
-                return _caused(LinkFailedError(text), fault)
+                return LinkFailedError(text)
             case _:
-                return _caused(self.lost(fault.text), fault)
+                return self.lost(fault.text)
 
 
-def _caused(error: LLMException, fault: Fault) -> LLMException:
-    error.__cause__ = fault.cause
+def _caused(error: E, cause: object) -> E:
+    if isinstance(cause, BaseException):
+        error.__cause__ = cause
     return error

@@ -31,7 +31,17 @@ class Flight:
         reads: The peer's cache that it is reading now; 0: none.
     """
 
-    __slots__ = ("_cancel", "_link", "_under_way", "cache_ids", "error", "reads", "serving", "thread")
+    __slots__ = (
+        "_cancel",
+        "_link",
+        "_owed",
+        "_under_way",
+        "cache_ids",
+        "error",
+        "reads",
+        "serving",
+        "thread",
+    )
 
     def __init__(self, link: Link | None, cache_ids: tuple[int, ...], *, serving: bool = False) -> None:
         self._link = link
@@ -42,6 +52,7 @@ class Flight:
         self._under_way: threading.Lock | None = None  # taken as long as its call goes on
         self.error: LLMException | None = None
         self._cancel: Callable[[str], None] | None = None
+        self._owed: tuple[Callable[[], None], ...] = ()
 
     @property
     def link(self) -> Link:
@@ -76,6 +87,15 @@ class Flight:
     def run_here(self) -> None:
         """The calling thread is busy with it until it ends."""
         self.thread = threading.get_ident()
+
+    def owes(self, settle: Callable[[], None]) -> None:
+        """Calls ``settle`` before the flight ends; again where that was interrupted."""
+        self._owed = (*self._owed, settle)
+
+    def settle(self) -> None:
+        """Does what it owes, the latest first."""
+        for settle in reversed(self._owed):
+            settle()
 
     @contextmanager
     def cancelling(self, cancel: Callable[[str], None]) -> Iterator[None]:
@@ -116,15 +136,22 @@ class Flights:
         self._all: set[Flight] = set()  # each change of it is one step, and a copy is looked at
 
     def fly(self, flight: Flight, body: Callable[[], T]) -> T:
-        """Runs ``body``, in which the flight may begin; at its end it has ended, also by interrupts.
+        """Runs ``body``, in which the flight may begin; at its end it has settled and ended, also by interrupts.
 
         They may keep ``end`` from running, but not a plain lock from being let go of.
         """
         with flight.during():
             try:
-                return body()
+                result = body()
             finally:
-                self.end(flight)
+                try:
+                    flight.settle()
+                except BaseException:
+                    flight.settle()
+                    raise
+                finally:
+                    self.end(flight)
+            return result
 
     def begin(self, flight: Flight) -> Flight:
         """Enters a flight. The caller holds the lock."""

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from llm_datadist._engine import codec
 from llm_datadist._engine.catalog import Catalog
 from llm_datadist._engine.draining import Draining
-from llm_datadist._engine.initiator import give_back
+from llm_datadist._engine.endings import Endings
 from llm_datadist._engine.linking import Linking
-from llm_datadist._engine.notifications import Notifications
+from llm_datadist._engine.obligations import give_back
 from llm_datadist._engine.probing import Probing
 from llm_datadist._engine.receiver import Receiver
 from llm_datadist._engine.responder import Responder
@@ -26,15 +26,15 @@ from llm_datadist._wire.framing import Frame, ProtocolError
 from llm_datadist._wire.messages import (
     Announce,
     DataHello,
+    Decided,
     Done,
-    EndNotify,
     EndOffer,
+    Finish,
     Found,
     Grant,
     Identity,
     Lookup,
     NeedConnections,
-    Notify,
     Offer,
     PartReady,
     Pong,
@@ -64,7 +64,7 @@ class Handler:
         receiver: Receiver,
         linking: Linking,
         draining: Draining,
-        notifications: Notifications,
+        endings: Endings,
     ) -> None:
         self._state = state
         self._transports = transports
@@ -73,7 +73,7 @@ class Handler:
         self._receiver = receiver
         self._linking = linking
         self._draining = draining
-        self._notifications = notifications
+        self._endings = endings
 
     # ---- handshake ----------------------------------------------------------------------------------------
 
@@ -143,10 +143,10 @@ class Handler:
             if state.is_read_registered(link) and not peer.unlinked:
                 state.reader_lost_at = time.monotonic()
             state.condition.notify_all()
-        state.flights.cut(
-            lambda f: f.uses(link),
-            LinkFailedError(f"{describe(link)}: the link went down: {reason}; call link_clusters again"),
-        )
+        self._endings.link_down(link)
+        error = LinkFailedError(f"{describe(link)}: the link went down: {reason}; call link_clusters again")
+        error.__cause__ = link.down_cause
+        state.flights.cut(lambda f: f.uses(link), error)
         peer.close()
         peer.offers.clear()
         state.on_link_change(link.cluster_id)
@@ -165,6 +165,10 @@ class Handler:
                 self._responder.resolve(link, message)
             case Release():
                 self._responder.release(link, message)
+            case Finish():
+                self._endings.finish(link, message)
+            case Decided():
+                self._endings.decided(link, message)
             case Lookup():
                 self._responder.lookup(link, message)
             case Publish():
@@ -188,10 +192,6 @@ class Handler:
                     for cache_id in message.cache_ids:
                         peer_of(link).table.drop(cache_id)
                         peer_of(link).sources.drop(cache_id)
-            case Notify():
-                self._notifications.received(link, message)
-            case EndNotify():
-                self._notifications.withdrawn(link, message)
             case NeedConnections():
                 self._connect(link, message)
             case Unlink() | Settle():

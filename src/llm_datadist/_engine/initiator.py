@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -23,15 +22,15 @@ from llm_datadist._engine.destinations import check_destination
 from llm_datadist._engine.executor import MoveError, Stale, Wanted, move
 from llm_datadist._engine.failures import Context
 from llm_datadist._engine.flights import Flight
-from llm_datadist._engine.notifications import Notifications
-from llm_datadist._engine.state import State, peer_of, tell
+from llm_datadist._engine.obligations import Ending, LeaseHold
+from llm_datadist._engine.state import State, peer_of
 from llm_datadist._link.link import Link, LinkLost, Pending
 from llm_datadist._wire.framing import Frame, ProtocolError
-from llm_datadist._wire.messages import CacheEntry, Done, Found, Grant, Lookup, Release, Resolve
+from llm_datadist._wire.messages import CacheEntry, Done, Finish, Found, Grant, Lookup, Resolve
 from llm_datadist.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from llm_datadist.status import CacheNotExistError, LLMException, LLMStatusCode, ParamInvalidError
 
-_PROBE_S = 0.1  # for the answer of a peer that is alive and has withdrawn something
+_PROBE_S = 0.4  # for the answer of a peer that is alive and has withdrawn something
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -42,20 +41,21 @@ class Source(msgspec.Struct, frozen=True):
         batch: The slot that the key names.
         word: What says that it is still there: of the lease, the key, or the cache.
         lease: Its id and word, if there is one.
+        takes_key: Reading all of it releases a request key.
     """
 
     cache: RemoteCache
     batch: int
     word: GenerationWord
     lease: tuple[int, GenerationWord] | None = None
+    takes_key: bool = False
 
 
 class Initiator:
     """Pulls of this engine's callers."""
 
-    def __init__(self, state: State, notifications: Notifications) -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
-        self._notifications = notifications
 
     def pull(self, request: PullCache | PullBlocks, started: float) -> None:
         """Pulls, or raises; returns within sync_kv_timeout of ``started``.
@@ -67,7 +67,7 @@ class Initiator:
             LinkFailedError: The link went down meanwhile.
             TransferTimeoutError: LLM_WAIT_PROCESS_TIMEOUT.
             LLMException: LLM_FAILED, the peer's memory cannot be read.
-            OutOfMemoryError: The data is complete, but the peer has no room for the notification.
+            OutOfMemoryError: The data is complete, but the peer has no room for the notification; no key is released.
         """
         record = self.check(request)
         flight = Flight(None, (record.cache_id,))
@@ -79,35 +79,18 @@ class Initiator:
         self._state.flights.fly(flight, body)
 
     def run(self, request: PullCache | PullBlocks, record: Record, flight: Flight, started: float) -> None:
-        """Moves the bytes, then tells the peer, within the flight; its time began at ``started``."""
+        """Moves the bytes, then ends the call with the peer, within the flight; its time began at ``started``."""
         pull = _Pull(self._state, request, record, flight, started, started + self._state.timeout_s)
         flight.run_here()
         try:
             flight.check()
             pull.run()
-            if request.notice is not None:
-                what = f"notification after the {pull.context.what}, whose data is complete"
-                self._notifications.deliver(
-                    flight, replace(pull.context, what=what), request.notice, pull.deadline
-                )
         except (Stale, MoveError, LinkLost, TimeoutError, ProtocolError) as exc:
             flight.check()
             if isinstance(exc, Stale):
-                self._check_link(pull.context)
-            raise pull.context.failure(exc) from exc.__cause__
-
-    def _check_link(self, context: Context) -> None:
-        """A word that has changed may be the end of the link, seen before the end of its connection.
-
-        Raises:
-            LinkFailedError: It is.
-        """
-        try:
-            self._state.links.ping(context.link, time.monotonic() + _PROBE_S)
-        except LinkLost as exc:
-            raise context.lost(exc) from None
-        except TimeoutError:
-            return
+                pull.check_owner()
+            error = pull.context.failure(exc)
+            raise error from error.__cause__
 
     def check(self, request: PullCache | PullBlocks) -> Record:
         """The destination; everything that needs no peer is checked.
@@ -175,17 +158,59 @@ class _Pull(msgspec.Struct, frozen=True):
         else:
             self._run_managed()
 
-    def _run_managed(self) -> None:
-        source = self._resolve()
-        ok = False
-        part: CacheSlice | None = None
+    def check_owner(self) -> None:
+        """A word that has changed may be the end of its owner, seen before the end of the connection.
+
+        Raises:
+            LinkFailedError: It is.
+        """
+        pending = self.link.expect()
         try:
-            part = self._move(source)
-            ok = True
+            self.link.ask(pending, Lookup(id=pending.id, key=codec.key_ref(request_name(self.request.key))))
+            answer = pending.wait(time.monotonic() + _PROBE_S).message
+        except LinkLost as exc:
+            raise self.context.failure(exc) from exc
+        except TimeoutError:
+            return
         finally:
-            _release(self.link, source, part, ok=ok)
+            pending.close()
+        if isinstance(answer, Done) and answer.code == LLMStatusCode.LLM_ENGINE_FINALIZED:
+            raise self.context.refused(answer.code, answer.text)
+
+    def _run_managed(self) -> None:
+        hold = LeaseHold(self.link)
+        self.flight.owes(hold.settle)
+        source = self._resolve(hold.pending)
+        part = self._move(source)
+        hold.read_nbytes = part.nbytes
+        if source.takes_key or self.request.notice is not None:
+            self._finish(source, part)
+            hold.end_elsewhere()
 
     def _run_accessible(self) -> None:
+        self._move_accessible()
+        if self.request.notice is not None:
+            self._finish()
+
+    def _finish(self, source: Source | None = None, part: CacheSlice | None = None) -> None:
+        """The data is complete; what else the call does at the peer happens, or the call fails."""
+        notice = self.request.notice
+        first, count, nbytes = (part.first_tensor, part.tensor_count, part.nbytes) if part else (0, 0, 0)
+        what = f"{'release of its key' if notice is None else 'notification'} after the {self.context.what}"
+        Ending(self.flight).run(
+            lambda number: Finish(
+                id=number,
+                lease_id=source.lease[0] if source and source.lease else 0,
+                first_tensor=first,
+                tensor_stop=first + count,
+                nbytes=nbytes,
+                notify=(notice.name, notice.message) if notice else None,
+            ),
+            replace(self.context, what=f"{what}, whose data is complete"),
+            self.deadline,
+        )
+
+    def _move_accessible(self) -> None:
         name = request_name(self.request.key)
         with self.state.lock:
             found = peer_of(self.link).table.find(name)
@@ -206,37 +231,34 @@ class _Pull(msgspec.Struct, frozen=True):
 
     # ---- finding the source ---------------------------------------------------------------------------
 
-    def _resolve(self) -> Source:
+    def _resolve(self, pending: Pending) -> Source:
         name = request_name(self.request.key)
-        frame = self._ask(
-            lambda i: Resolve(
-                id=i, key=codec.key_ref(name, self._batch(0)), time_left_ms=self._time_left_ms()
-            ),
-            name,
-        )
+        key = codec.key_ref(name, self._batch(0))
+        frame = self._ask(pending, Resolve(id=pending.id, key=key, time_left_ms=self._time_left_ms()))
         grant = frame.message
         if not isinstance(grant, Grant):
             raise self._odd(grant)
         cache = self._cache_in(grant.entry, frame)
         word = codec.word_of(grant.lease)
-        return Source(cache, self._batch(grant.batch_index), word, (grant.lease_id, word))
+        batch = self._batch(grant.batch_index)
+        return Source(cache, batch, word, (grant.lease_id, word), grant.takes_key)
 
     def _lookup(self, name: KeyName) -> Source:
-        frame = self._ask(lambda i: Lookup(id=i, key=codec.key_ref(name)), name)
+        pending = self.link.expect()
+        try:
+            frame = self._ask(pending, Lookup(id=pending.id, key=codec.key_ref(name)))
+        finally:
+            pending.close()
         found = frame.message
         if not isinstance(found, Found):
             raise self._odd(found)
         cache = self._cache_in(found.entry, frame)
         return Source(cache, self._batch(found.batch_index), cache.word_for(name))
 
-    def _ask(self, question: Callable[[int], Resolve | Lookup], name: KeyName) -> Frame:
-        pending = self.link.call(question(self.link.next_id()))
-        try:
-            with self.flight.cancelling(lambda reason: pending.finish(None, reason)):
-                frame = pending.wait(self.deadline)
-        except BaseException:
-            _abandon(self.link, pending)
-            raise
+    def _ask(self, pending: Pending, question: Resolve | Lookup) -> Frame:
+        with self.flight.cancelling(pending.fail):
+            self.link.ask(pending, question)
+            frame = pending.wait(self.deadline)
         answer = frame.message
         if isinstance(answer, Done):
             raise self.context.refused(answer.code, answer.text)
@@ -266,7 +288,7 @@ class _Pull(msgspec.Struct, frozen=True):
                 self.state, self.link, source.cache.cache_id, src, dst, destination, self.record
             )
         except ParamInvalidError as exc:
-            raise self.context.invalid(exc) from None
+            raise self.context.invalid(exc) from exc
         wanted = Wanted(source.cache, src, source.word, source.word, source.lease)
         move(peer_of(self.link), wanted, destination, self.deadline, self.flight)
         return src
@@ -295,30 +317,3 @@ class _Pull(msgspec.Struct, frozen=True):
             raise CacheNotExistError(
                 f"{self.context.where}: batch index {batch}, but cache {cache.cache_id} has {cache.layout.dim0} slots"
             )
-
-
-def _release(link: Link, source: Source, part: CacheSlice | None, *, ok: bool) -> None:
-    if source.lease is None:
-        return
-    first, count, nbytes = (part.first_tensor, part.tensor_count, part.nbytes) if part else (0, 0, 0)
-    message = Release(
-        lease_id=source.lease[0], ok=ok, first_tensor=first, tensor_stop=first + count, nbytes=nbytes
-    )
-    tell(link, message)
-
-
-def _abandon(link: Link, pending: Pending) -> None:
-    """Nobody waits for this answer any more; a grant that came at the last moment is given back."""
-    pending.discard()
-    if pending.done:
-        try:
-            late = pending.wait(0.0).message
-        except LinkLost:
-            return
-        if isinstance(late, Grant):
-            give_back(link, late)
-
-
-def give_back(link: Link, grant: Grant) -> None:
-    """Releases a grant that nobody uses."""
-    tell(link, Release(lease_id=grant.lease_id, ok=False))

@@ -216,7 +216,7 @@ class _Run:
             entry = next((e for e in self._waiting if e[0] is pending), None)
             if entry is None or self.finished:
                 return
-            error = self._error_of(pending)
+            error = self._error_of(pending, entry[1])
             if error is not None:
                 self._finish(error)
                 return
@@ -232,7 +232,7 @@ class _Run:
             elif self._ending is not None and not self._waiting:
                 self._finish(self._ending)
 
-    def _error_of(self, pending: Pending) -> LLMException | None:
+    def _error_of(self, pending: Pending, lease: Lease) -> LLMException | None:
         context = self._context()
         try:
             answer = pending.wait(0.0).message
@@ -241,7 +241,10 @@ class _Run:
         if not isinstance(answer, Done):
             return context.lost(f"unexpected answer {type(answer).__name__}")
         if answer.code != LLMStatusCode.LLM_SUCCESS:
-            return context.refused(answer.code, answer.text)
+            offering = self._offering
+            if offering is None:
+                return context.refused(answer.code, answer.text)
+            return offering.refusal(context, answer, lease)
         peer_of(context.link).count_out(answer.nbytes)
         return None
 
@@ -280,7 +283,7 @@ class _Run:
             waiting, self._waiting = list(self._waiting), deque()
             self._cancel_timer()
         for pending, _, _ in waiting:
-            pending.discard()
+            pending.close()
         if self._offering is not None:
             self._offering.withdraw()
         if self._flight is not None:

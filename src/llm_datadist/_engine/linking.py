@@ -85,12 +85,12 @@ class Linking:
         except LinkLost as exc:
             raise LinkFailedError(
                 f"{describe(link)}: the link went down: {exc}; call link_clusters again"
-            ) from None
-        except TimeoutError:
+            ) from exc.__cause__ or exc
+        except TimeoutError as exc:
             elapsed = (time.monotonic() - started) * 1000
             raise TransferTimeoutError(
                 f"{describe(link)} did not answer a ping within {elapsed:.0f} ms; it is stopped, overloaded or cut off"
-            ) from None
+            ) from exc
 
     def links(self) -> list[LinkInfo]:
         """All links that are up or silent."""

@@ -1,7 +1,8 @@
-"""One offer that we made to a peer: its parts, each under a lease of its own, and how it is withdrawn.
+"""One offer that we made to a peer: its parts, each under a lease of its own, and how it ends.
 
 The lease word is what makes a withdrawal sound: it is cleared before a time-out is reported, so a
-destination that finds the offer late (it was stopped, or the part was in a queue) never begins.
+destination that finds the offer late (it was stopped, or the part was in a queue) never begins. Leases are found
+by their giver, this offer, so that an interrupt leaves none without an owner.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from llm_datadist._core.registry import KeyName, Record
 from llm_datadist._core.requests import Layers
 from llm_datadist._core.segments import U64
 from llm_datadist._engine import codec
-from llm_datadist._engine.state import State, peer_of, tell
+from llm_datadist._engine.failures import Context, Refusal
+from llm_datadist._engine.obligations import Decision
+from llm_datadist._engine.state import State, peer_of
 from llm_datadist._link.link import Link, Pending
-from llm_datadist._wire.messages import EndOffer, Offer, PartReady, Publish, Withdraw
+from llm_datadist._wire.messages import Done, EndOffer, Offer, PartReady, Publish, Withdraw
+from llm_datadist.status import CacheNotExistError, LLMException
 
 _FOR_EVER = float("inf")  # these leases end when we end them
 
@@ -53,7 +57,7 @@ class Offering:
         self._terms = terms
         self._offer_id = link.next_id()
         self._posted = False
-        self._leases: list[Lease] = []
+        self._decision = Decision(link, lambda ok: EndOffer(offer_id=self._offer_id, ok=ok))
 
     def send_part(self, part: int, time_left_ms: int) -> tuple[Pending, Lease]:
         """Lets the peer read a part; the first one goes out with the offer itself.
@@ -63,8 +67,7 @@ class Offering:
         """
         state = self._state
         with state.lock:
-            lease = state.leases.grant(self._link.token, self._record, _FOR_EVER)
-        self._leases.append(lease)
+            lease = state.leases.grant(self._link.token, self._record, _FOR_EVER, giver=self)
         if not self._posted:
             self._post()
         message = PartReady(
@@ -83,15 +86,44 @@ class Offering:
         with state.lock:
             if state.leases.end(lease):
                 state.condition.notify_all()
-        if lease in self._leases:
-            self._leases.remove(lease)
+
+    def succeed(self) -> bool:
+        """All parts were read; False if it was withdrawn before.
+
+        Raises:
+            LinkLost: It is not certain that the peer has heard so.
+        """
+        self._end_leases()
+        return self._decision.make(ok=True)
 
     def withdraw(self) -> None:
-        """Ends all leases (first), then tells the peer to forget the offer."""
-        for lease in list(self._leases):
-            self.end_part(lease)
+        """Ends all leases (first), then tells the peer to forget the offer; after ``succeed`` nothing more."""
+        self._end_leases()
         if self._posted:
-            tell(self._link, EndOffer(offer_id=self._offer_id))
+            self._decision.settle()
+
+    def refusal(self, context: Context, answer: Done, lease: Lease) -> LLMException:
+        """What a part failed with that nobody here has withdrawn.
+
+        The destination says of a lease that has ended under it that it was withdrawn; why, only we know.
+        """
+        with self._state.lock:
+            held = self._state.leases.holds(lease)
+        if held:
+            return context.refused(answer.code, answer.text)
+        cache_id = self._record.cache_id
+        error = CacheNotExistError(
+            f"{context.where}: cache {cache_id} was unregistered, or its memory mapped anew, while it was being read"
+        )
+        error.__cause__ = Refusal(answer.code, answer.text)
+        return error
+
+    def _end_leases(self) -> None:
+        state = self._state
+        with state.lock:
+            for lease in state.leases.of_giver(self):
+                state.leases.end(lease)
+                state.condition.notify_all()
 
     def _post(self) -> None:
         """Under the lock, so that nothing takes the source back between its publication and the offer."""

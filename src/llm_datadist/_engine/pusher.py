@@ -6,6 +6,7 @@ time-out, a destination that had not begun never will.
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from llm_datadist._core import planning
@@ -17,7 +18,7 @@ from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.offering import Offering, OfferTerms
 from llm_datadist._engine.state import State, peer_of
 from llm_datadist._link.link import LinkLost, Pending
-from llm_datadist._wire.messages import AnyMessage, Done
+from llm_datadist._wire.messages import Done
 from llm_datadist.status import LLMStatusCode, ParamInvalidError
 
 _LONGEST_STOP_S = 0.5  # for a destination to say so after a cut, which someone waits for
@@ -60,15 +61,15 @@ class Pusher:
             LLMStatusCode.LLM_TIMEOUT,
         )
         offering = Offering(self._state, flight.link, record, self._terms(request, record))
+        flight.owes(offering.withdraw)
         flight.run_here()
         try:
             flight.check()
             self._run(offering, flight, context, started + self._state.timeout_s)
         except (LinkLost, TimeoutError) as exc:
             flight.check()
-            raise context.failure(exc) from None
-        finally:
-            offering.withdraw()
+            error = context.failure(exc)
+            raise error from error.__cause__
 
     def check(self, request: PushCache | PushBlocks) -> Record:
         """The source; everything that needs no peer is checked.
@@ -125,35 +126,35 @@ class Pusher:
         )
 
     def _run(self, offering: Offering, flight: Flight, context: Context, deadline: float) -> None:
-        pending, _ = offering.send_part(0, max(1, int((deadline - time.monotonic()) * 1000)))
+        pending, lease = offering.send_part(0, max(1, int((deadline - time.monotonic()) * 1000)))
         with flight.cancelling(lambda reason: self._stop(offering, pending, reason)):
             try:
                 answer = pending.wait(deadline).message
             except TimeoutError:
-                offering.withdraw()
-                answer = self._await_stop(pending)
+                offering.withdraw()  # from now on it has failed, whatever the destination still says
+                self._await_stop(pending)
+                raise
         if not isinstance(answer, Done):
             raise context.lost(f"unexpected answer {type(answer).__name__}")
         if answer.code != LLMStatusCode.LLM_SUCCESS:
             flight.check()  # what it was cut off with, not that the destination has stopped
-            raise context.refused(answer.code, answer.text)
+            raise offering.refusal(context, answer, lease)
+        if not offering.succeed():
+            flight.check()
         peer_of(flight.link).count_out(answer.nbytes)
 
     def _stop(self, offering: Offering, pending: Pending, reason: str) -> None:
         """A cut: withdraws, and gives the destination a moment to say that it has stopped."""
         offering.withdraw()
         self._state.links.call_at(
-            time.monotonic() + min(self._state.grace_s, _LONGEST_STOP_S), lambda: pending.finish(None, reason)
+            time.monotonic() + min(self._state.grace_s, _LONGEST_STOP_S), lambda: pending.fail(reason)
         )
 
-    def _await_stop(self, pending: Pending) -> AnyMessage:
-        """The answer of a withdrawn destination: it has stopped, so nothing is written after the report.
+    def _await_stop(self, pending: Pending) -> None:
+        """Gives a withdrawn destination time to say that it has stopped, so that nothing is written after the report.
 
-        Raises:
-            TimeoutError: None came: it is stopped or cut off, and will find the lease word cleared.
+        One that does not is stopped or cut off itself, and will find the lease word cleared.
         """
-        try:
-            return pending.wait(time.monotonic() + self._state.grace_s).message
-        except TimeoutError:
-            pending.discard()
-            raise
+        with contextlib.suppress(LinkLost, TimeoutError):
+            pending.wait(time.monotonic() + self._state.grace_s)
+        pending.close()

@@ -23,10 +23,10 @@ from llm_datadist._core.requests import Layers
 from llm_datadist._core.segments import U64
 from llm_datadist._engine import codec
 from llm_datadist._engine.destinations import check_destination, check_writable
+from llm_datadist._engine.endings import Endings
 from llm_datadist._engine.executor import MoveError, Stale, Wanted, move
 from llm_datadist._engine.failures import Context
 from llm_datadist._engine.flights import Flight
-from llm_datadist._engine.notifications import Notifications
 from llm_datadist._engine.responder import MAX_PARTS_TOGETHER, check_accessible, describe_name
 from llm_datadist._engine.state import State, describe, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost
@@ -91,9 +91,9 @@ class ReceivedOffer:
 class Receiver:
     """Pushes of peers into our caches."""
 
-    def __init__(self, state: State, notifications: Notifications) -> None:
+    def __init__(self, state: State, endings: Endings) -> None:
         self._state = state
-        self._notifications = notifications
+        self._endings = endings
 
     # ---- messages (control thread) ---------------------------------------------------------------------
 
@@ -151,6 +151,7 @@ class Receiver:
             flight = offer.flight
         if flight is not None:
             flight.cut(TransferTimeoutError("withdrawn by its initiator"))
+        self._endings.decide((link, message.offer_id), ok=message.ok)
 
     # ---- moving (workers) ----------------------------------------------------------------------------------
 
@@ -231,17 +232,16 @@ class Receiver:
             self._move(offer, messages, source, target, plan.bases, deadline, flight)
         except (Stale, MoveError, LinkLost, TimeoutError) as exc:
             flight.check()
-            if isinstance(exc, Stale) and not exc.begun:
-                raise TransferTimeoutError(
-                    f"{context.where}: withdrawn by its initiator before it had begun"
-                ) from None
+            if isinstance(exc, Stale):  # the lease has ended: its initiator did that, and knows why
+                when = "while it was being read" if exc.begun else "before it had begun"
+                raise TransferTimeoutError(f"{context.where}: withdrawn by its initiator {when}") from exc
             raise context.failure(exc) from exc
         finally:
             self._state.flights.end(flight)
         return target.nbytes
 
     def _notify(self, offer: ReceivedOffer) -> None:
-        """The data is there: what the initiator says to it goes into our queue, unless it has given up."""
+        """The data is there: what the initiator says to it is made ready, unless it has given up."""
         if offer.offer.notify is None:
             return
         name, text = offer.offer.notify
@@ -249,7 +249,7 @@ class Receiver:
             if offer.ended:
                 raise TransferTimeoutError("withdrawn by its initiator before its notification")
             try:
-                self._notifications.enter(offer.link, name, text)
+                self._endings.park(offer.link, offer.offer.id, name, text)
             except LLMException as exc:
                 raise error_of(
                     exc.status_code, f"the data is complete, but not its notification: {exc}"

@@ -15,13 +15,18 @@ from llm_datadist._core.leases import Lease
 from llm_datadist._core.registry import KeyName, Record
 from llm_datadist._core.segments import Extents
 from llm_datadist._engine import codec
-from llm_datadist._engine.allocating import Allocator
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.state import State, peer_of, tell
 from llm_datadist._link.link import Link
 from llm_datadist._wire.framing import ProtocolError
 from llm_datadist._wire.messages import Done, Found, Grant, Lookup, ReadRequest, Release, Resolve
-from llm_datadist.status import CacheNotExistError, LLMException, LLMStatusCode, ParamInvalidError
+from llm_datadist.status import (
+    CacheNotExistError,
+    LinkFailedError,
+    LLMException,
+    LLMStatusCode,
+    ParamInvalidError,
+)
 from llm_datadist.transports.seam import Fault, FaultKind
 
 MAX_PARTS_TOGETHER = 64  # of a layer-wise push in one read: more brings nothing, and each is looked up
@@ -31,9 +36,8 @@ _LONGEST_LEASE_S = 24 * 3600.0  # a peer names its own time-out (int32 ms); nobo
 class Responder:
     """Answers peers that read us. Implements ``transports.seam.ReadSource``."""
 
-    def __init__(self, state: State, allocator: Allocator) -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
-        self._allocator = allocator
 
     # ---- messages -----------------------------------------------------------------------------------------
 
@@ -54,6 +58,8 @@ class Responder:
                 key = name if name.kind == "req" else None
                 if name.kind == "cache":
                     key = state.registry.request_key_of(record.cache_id, message.key.batch_index)
+                if record.is_blocks or not state.pools.has(record.cache_id):
+                    key = None  # no pull releases it
                 lease = state.leases.grant(link.token, record, now + left, key)
         except LLMException as exc:
             tell(link, Done(id=message.id, code=exc.status_code, text=str(exc)))
@@ -65,11 +71,12 @@ class Responder:
             lease=codec.word_message(lease.word),
             entry=entry,
             batch_index=batch,
+            takes_key=lease.key is not None,
         )
         tell(link, grant, addresses)
 
     def release(self, link: Link, message: Release) -> None:
-        """The reader is done."""
+        """The reader is done, and releases nothing."""
         state = self._state
         with state.lock:
             lease = state.leases.get(message.lease_id, link.token, time.monotonic())
@@ -78,8 +85,6 @@ class Responder:
             state.leases.end(lease)
             state.condition.notify_all()
         peer_of(link).count_out(message.nbytes)
-        if message.ok and lease.key is not None:
-            self._allocator.pulled(lease.record, lease.key, message.first_tensor, message.tensor_stop)
 
     def lookup(self, link: Link, message: Lookup) -> None:
         """Mode B: a key that the peer's copy of our table does not have."""
@@ -165,7 +170,7 @@ class Responder:
         self._state.check_open()
         link = self._state.by_token.get(link_token)
         if link is None:
-            raise CacheNotExistError("the link of this read is down here")
+            raise LinkFailedError("the link of this read is down here")
         if not request.lease_id:
             if self._state.accessible:
                 return link, (), self._record(request)

@@ -39,6 +39,6 @@ def _has_settled(pending: Pending, deadline: float) -> bool:
     except LinkLost:
         return True
     except TimeoutError:
-        pending.discard()
+        pending.close()
         return False
     return isinstance(answer, Done) and code_of(answer.code) == LLMStatusCode.LLM_SUCCESS

@@ -41,6 +41,11 @@ class Way:
         """Why it reaches nothing, now or for good; empty otherwise."""
         return cast(PartialChannel, self.channel).refusal if self.caps.partial else ""
 
+    @property
+    def refusal_cause(self) -> BaseException | None:
+        """What the system reported, if that is why."""
+        return getattr(self.channel, "refusal_cause", None)
+
     def settle(self, deadline: float) -> bool:
         """Waits for what the peer is still sending; whether it has come."""
         return cast(PartialChannel, self.channel).settle(deadline=deadline) if self.caps.partial else True

@@ -52,8 +52,10 @@ class ConnectionOwner(Protocol):
     def on_event(self, conn: Connection, event: Event) -> None:
         """Any event of the session but Closed."""
 
-    def on_closed(self, conn: Connection, reason: str, *, error: bool) -> None:
-        """The connection is gone. ``error``: the peer broke the protocol."""
+    def on_closed(
+        self, conn: Connection, reason: str, *, error: bool, cause: BaseException | None = None
+    ) -> None:
+        """The connection is gone. ``error``: the peer broke the protocol. ``cause``: what the system said."""
 
 
 class Connection:
@@ -220,7 +222,7 @@ class Connection:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                self.close(f"the connection failed: {error.strerror or error}")
+                self.close(f"the connection failed: {error.strerror or error}", cause=error)
                 return
             if data is None:
                 return
@@ -271,7 +273,7 @@ class Connection:
     def _after_write_failure(self, error: OSError | None) -> None:
         if not self._closed:
             self._read()  # its last words, a Bye or a Refused, may lie there
-        self.close(f"the connection failed: {error}")
+        self.close(f"the connection failed: {error}", cause=error)
 
     def say(self) -> None:
         """Sends what a decision made the session say."""
@@ -302,14 +304,14 @@ class Connection:
         self._end()
         return self._sock
 
-    def close(self, reason: str, *, error: bool = False) -> None:
+    def close(self, reason: str, *, error: bool = False, cause: BaseException | None = None) -> None:
         """Ends the connection; what the session still says is sent as far as the socket takes it."""
         if self._closed:
             return
         self._last_words()
         self._end()
         self._sock.close()
-        self._owner.on_closed(self, reason, error=error)
+        self._owner.on_closed(self, reason, error=error, cause=cause)
 
     def _last_words(self) -> None:
         out = self.session.outgoing()

@@ -122,6 +122,7 @@ class LinkDriver:
         for conn in list(self._conns.values()):
             if conn.link is link:
                 if tell:
+                    link.leave(reason)
                     conn.session.bye(reason)
                 conn.close(reason)
 
@@ -130,6 +131,7 @@ class LinkDriver:
         self.dials.stop(reason)
         for conn in list(self._conns.values()):
             if conn.link is not None:
+                conn.link.leave(reason)
                 conn.session.bye(reason)
             conn.close(reason)
 
@@ -235,7 +237,9 @@ class LinkDriver:
         if ticket is not None:
             self._apply(self._table.refused(ticket, code_of(refused.code), text, refused.kind))
 
-    def on_closed(self, conn: Connection, reason: str, *, error: bool) -> None:
+    def on_closed(
+        self, conn: Connection, reason: str, *, error: bool, cause: BaseException | None = None
+    ) -> None:
         """See ``connection.ConnectionOwner``."""
         self._conns.pop(conn.number, None)
         self._handshakes.drop(conn)
@@ -243,15 +247,16 @@ class LinkDriver:
             _log.warning("closed the connection of %s: it broke the protocol: %s", conn.peer_address, reason)
         self._table.closed(conn.number)
         if conn.link is not None:
-            self._take_down(conn.link, reason)
+            conn.link.peer_left = conn.session.peer_left
+            self._take_down(conn.link, reason, cause)
         if conn.link is None and conn.ticket is not None:
             self.dials.failed(conn.ticket, f"{conn.peer_address}: {reason}")
 
-    def _take_down(self, link: Link, reason: str) -> None:
+    def _take_down(self, link: Link, reason: str, cause: BaseException | None) -> None:
         with self._lock:
             if self._up.get(link.cluster_id) is link:
                 del self._up[link.cluster_id]
-        if link.set_down(reason):
+        if link.set_down(reason, cause):
             _log.info("link to cluster %d at %s is down: %s", link.cluster_id, link.address, reason)
             self._guard("on_down", functools.partial(self._handler.on_down, link, reason))
 

@@ -1,16 +1,19 @@
 """One established link to a peer as the engine sees it, and the answers it waits for.
 
 Invariants: ``on_down`` has been called exactly once when ``state`` stays "down"; a Pending ends exactly
-once, with a frame or with the reason of the loss; after the link is down nothing more is sent.
+once, with a frame or with the reason of the loss; after the link is down nothing more is sent. What callers'
+threads do here is one step or may be repeated, and takes no lock, so an interrupt leaves nothing half done.
 Threads: every method may be called from any thread, except that ``Pending.wait`` must not be called on
 the control thread. Callbacks of a Pending run on the control thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
@@ -19,6 +22,7 @@ from llm_datadist._wire.framing import Buffer, Frame, encode
 from llm_datadist._wire.messages import Identity, Message
 
 PendingCallback: TypeAlias = Callable[["Pending"], None]
+_END = "end"
 
 
 class LinkLost(Exception):  # noqa: N818 - a fact about the peer, turned into a status code above
@@ -45,26 +49,33 @@ class Carrier(Protocol):
 
 
 class Pending:
-    """An answer that is on its way. Made by :meth:`Link.call`."""
+    """An answer that is on its way, and whose it is. Made by :meth:`Link.expect` and :meth:`Link.call`.
+
+    It ends once, by what comes first: the answer, a loss, or ``close``. One call into C decides that
+    (``dict.setdefault``), so that no interrupt finds it half done: an answer either belongs to whoever waited
+    here, or ``answer`` refuses it, and it goes to ``LinkHandler.on_message``. One thread at a time waits.
+
+    Attributes:
+        id: Of the message that is answered.
+    """
 
     def __init__(self, link: Link, message_id: int) -> None:
+        self.id = message_id
         self._link = link
-        self._id = message_id
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._frame: Frame | None = None
-        self._lost: str | None = None
-        self._callbacks: list[PendingCallback] = []
+        self._end: dict[str, Frame | LinkLost] = {}  # at most one entry, which stays
+        self._wakes = threading.Lock()  # taken until the end is there
+        self._wakes.acquire()
+        self._callbacks: deque[PendingCallback] = deque()
 
     @property
     def done(self) -> bool:
-        """Whether the answer or the loss of the link is known."""
-        return self._ended.is_set()
+        """Whether it has ended."""
+        return bool(self._end)
 
     @property
     def answered(self) -> bool:
         """Whether the answer is there."""
-        return self._frame is not None
+        return isinstance(self._end.get(_END), Frame)
 
     def wait(self, deadline: float) -> Frame:
         """Waits for the answer.
@@ -76,47 +87,70 @@ class Pending:
             The answering frame: Pong, Done, Grant or Found.
 
         Raises:
-            LinkLost: The link went down; the text is the reason.
-            TimeoutError: The deadline passed. The answer is still expected: ``discard`` if not.
+            LinkLost: The link went down, or it was given up; the text is the reason.
+            TimeoutError: The deadline passed. The answer is still expected: ``close`` if not.
             RuntimeError: Called on the control thread, which would wait for itself.
         """
-        if not self._ended.is_set():
+        if not self._end:
             if self._link.on_control_thread():
                 raise RuntimeError("Pending.wait on the control thread never ends: use add_done_callback")
             left = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
-            if not self._ended.wait(left):
-                link = self._link
-                raise TimeoutError(f"cluster {link.cluster_id} at {link.address} did not answer in time")
-        if self._frame is not None:
-            return self._frame
-        raise LinkLost(self._lost)
+            self._wakes.acquire(timeout=left)
+        end = self._end.get(_END)
+        if end is None:
+            link = self._link
+            raise TimeoutError(f"cluster {link.cluster_id} at {link.address} did not answer in time")
+        if isinstance(end, LinkLost):
+            raise LinkLost(str(end)) from end.__cause__
+        return end
 
-    def discard(self) -> None:
-        """Nobody waits any more: a late answer goes to ``LinkHandler.on_message``. Idempotent."""
-        self._link.forget(self._id)
+    def close(self) -> Frame | None:
+        """Nobody waits any more: what comes from now on goes to ``LinkHandler.on_message``. Idempotent.
+
+        Returns:
+            The answer, if it had come before: what it carries is the caller's.
+        """
+        self.fail("nobody waits for this answer any more")
+        self._link.forget(self.id)
+        end = self._end.get(_END)
+        return end if isinstance(end, Frame) else None
+
+    def fail(self, reason: str, cause: BaseException | None = None) -> None:
+        """Ends it without an answer; from any thread, nothing if it has ended."""
+        lost = LinkLost(reason)
+        lost.__cause__ = cause
+        self._finish(lost)
 
     def give_up(self) -> None:
-        """``discard``, and end unanswered for whoever waits. Idempotent."""
-        self.discard()
-        self.finish(None, f"no answer of cluster {self._link.cluster_id} in time")
+        """``fail``, for want of time."""
+        self.fail(f"no answer of cluster {self._link.cluster_id} in time")
+        self._link.forget(self.id)
+
+    def answer(self, frame: Frame) -> bool:
+        """Ends it with the answer; False if it has ended: the answer is not taken. For the link alone."""
+        return self._finish(frame)
 
     def add_done_callback(self, fn: PendingCallback) -> None:
-        """Calls ``fn(self)`` once, on the control thread, when the answer or the loss is there."""
-        with self._lock:
-            if not self._ended.is_set():
-                self._callbacks.append(fn)
-                return
-        self._link.call_soon(lambda: fn(self))
+        """Calls ``fn(self)`` once, on the control thread, when it has ended."""
+        # Stored, then looked at; ``_finish`` does both the other way round, so that one of the two sees the other.
+        self._callbacks.append(fn)
+        if self._end:
+            self._call_back()
 
-    def finish(self, frame: Frame | None, lost: str | None) -> None:
-        """Ends the wait; for the link alone, on the control thread."""
-        with self._lock:
-            if self._ended.is_set():
+    def _finish(self, end: Frame | LinkLost) -> bool:
+        won = self._end.setdefault(_END, end) is end
+        # Whoever comes second frees it as well: an interrupt may have kept the first from it.
+        with contextlib.suppress(RuntimeError):
+            self._wakes.release()
+        self._call_back()
+        return won
+
+    def _call_back(self) -> None:
+        while self._callbacks:
+            try:
+                fn = self._callbacks.popleft()
+            except IndexError:  # the other thread that looked has it
                 return
-            self._frame, self._lost = frame, lost
-            self._ended.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for fn in callbacks:
             self._link.call_soon(lambda fn=fn: fn(self))  # type: ignore[misc]
 
 
@@ -136,6 +170,9 @@ class Link:
         reads_by: The transports with which we read the peer.
         context: The engine's own (``Prepared.context``).
         since: ``time.time()`` at which it came up.
+        down_cause: What the system reported when it went down, if it was that.
+        left: This side has said goodbye, or is about to: what is posted from then on does not arrive.
+        peer_left: The peer has.
     """
 
     def __init__(
@@ -165,11 +202,13 @@ class Link:
         self.peer_reads_by = peer_reads_by
         self.context = context
         self.since = since
-        self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self._pending: dict[int, Pending] = {}
         self._state = "up"
+        self._ends: str | None = None
         self._down_reason: str | None = None
+        self.down_cause: BaseException | None = None
+        self.left = self.peer_left = False
 
     def __repr__(self) -> str:
         return f"<Link to cluster {self.cluster_id} at {self.address}, {self._state}>"
@@ -197,8 +236,8 @@ class Link:
             LinkLost: The link is down.
             OversizeError: The message is larger than a frame may be.
         """
-        if self._down_reason is not None:
-            raise LinkLost(self._down_reason)
+        if self._ends is not None:
+            raise LinkLost(self._ends) from self.down_cause
         self._carrier.post(encode(message, attachments))
 
     def flush(self) -> None:
@@ -210,23 +249,33 @@ class Link:
         self.post(message, attachments)
         self.flush()
 
+    def expect(self) -> Pending:
+        """The answer to a message that ``ask`` will send: its holder knows of it before it can come."""
+        return Pending(self, next(self._ids))
+
+    def ask(self, pending: Pending, message: Message, attachments: Sequence[Buffer] = ()) -> None:
+        """Sends the message, of the id ``pending.id``, whose answer that is.
+
+        Raises:
+            LinkLost: The link is down.
+        """
+        # Entered, then the link is looked at; ``set_down`` does both the other way round: one sees the other.
+        self._pending[pending.id] = pending
+        try:
+            self.send(message, attachments)
+        except BaseException:
+            self.forget(pending.id)
+            raise
+
     def call(self, message: Message, attachments: Sequence[Buffer] = ()) -> Pending:
-        """Sends a message that has an ``id`` and returns its answer to come.
+        """Sends a message that has an ``id`` and returns its answer to come, which obliges to nothing.
 
         Raises:
             LinkLost: The link is down.
         """
         message_id: int = message.id  # type: ignore[attr-defined]
         pending = Pending(self, message_id)
-        with self._lock:
-            if self._down_reason is not None:
-                raise LinkLost(self._down_reason)
-            self._pending[message_id] = pending
-        try:
-            self.send(message, attachments)
-        except BaseException:
-            self.forget(message_id)
-            raise
+        self.ask(pending, message, attachments)
         return pending
 
     def note_alive(self) -> None:
@@ -237,8 +286,7 @@ class Link:
 
     def forget(self, message_id: int) -> None:
         """No one waits for this answer any more."""
-        with self._lock:
-            self._pending.pop(message_id, None)
+        self._pending.pop(message_id, None)
 
     def call_soon(self, fn: Callable[[], None]) -> None:
         """Runs ``fn`` on the control thread."""
@@ -250,26 +298,27 @@ class Link:
 
     def answer(self, message_id: int, frame: Frame) -> bool:
         """Gives an answer to its Pending; False if nobody waits for it. Control thread only."""
-        with self._lock:
-            pending = self._pending.pop(message_id, None)
-        if pending is None:
-            return False
-        pending.finish(frame, None)
-        return True
+        pending = self._pending.pop(message_id, None)
+        return pending is not None and pending.answer(frame)
 
     def set_silent(self, silent: bool) -> None:
         """Heartbeats are missing, or are back. Control thread only."""
-        with self._lock:
-            if self._down_reason is None:
-                self._state = "silent" if silent else "up"
+        if self._down_reason is None:
+            self._state = "silent" if silent else "up"
 
-    def set_down(self, reason: str) -> bool:
+    def leave(self, reason: str) -> None:
+        """Before a goodbye of this side: who has posted something looks at ``left`` after it. Control thread only."""
+        self.left = True
+        if self._ends is None:
+            self._ends = reason
+
+    def set_down(self, reason: str, cause: BaseException | None = None) -> bool:
         """Marks it down and fails what waits; False if it was down. Control thread only."""
-        with self._lock:
-            if self._down_reason is not None:
-                return False
-            self._down_reason, self._state = reason, "down"
-            lost, self._pending = list(self._pending.values()), {}
-        for pending in lost:
-            pending.finish(None, reason)
+        if self._down_reason is not None:
+            return False
+        self.down_cause, self._down_reason, self._state = cause, reason, "down"
+        self._ends = reason
+        while self._pending:
+            with contextlib.suppress(KeyError):  # its waiter has closed it just now
+                self._pending.popitem()[1].fail(reason, cause)
         return True

@@ -227,7 +227,7 @@ class LinkService:
         try:
             pending.wait(deadline)
         finally:
-            pending.discard()
+            pending.close()
 
     # ---- the control thread for others ---------------------------------------------------------------
 

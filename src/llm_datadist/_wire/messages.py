@@ -144,7 +144,7 @@ class Settle(Message, frozen=True, kw_only=True):
 
 
 class Done(Message, frozen=True, kw_only=True):
-    """Answer to Unlink, Settle, PartReady and Notify, and the refusal of every other request."""
+    """Answer to Unlink, Settle, PartReady and Finish, and the refusal of every other request."""
 
     id: int
     code: int
@@ -197,22 +197,23 @@ class Resolve(Message, frozen=True, kw_only=True):
 
 
 class Grant(Message, frozen=True, kw_only=True):
-    """A lease. Attachment 0: tensor addresses, uint64 (empty unless the reader is one-sided)."""
+    """A lease. Attachment 0: tensor addresses, uint64 (empty unless the reader is one-sided).
+
+    ``takes_key``: a complete read releases a request key, so it ends with Finish.
+    """
 
     id: int
     lease_id: int
     lease: Word
     entry: CacheEntry
     batch_index: int = 0
+    takes_key: bool = False
 
 
 class Release(Message, frozen=True, kw_only=True):
-    """The reader is done with a lease; ``ok``: every byte arrived. ``tensors``: [first, stop) it read."""
+    """The reader is done with a lease; ``nbytes``: that arrived."""
 
     lease_id: int
-    ok: bool
-    first_tensor: int = 0
-    tensor_stop: int = 0
     nbytes: int = 0
 
 
@@ -300,26 +301,41 @@ class PartReady(Message, frozen=True, kw_only=True):
 
 
 class EndOffer(Message, frozen=True, kw_only=True):
-    """No more parts: forget the offer, stop what runs of it."""
+    """No more parts: forget the offer, stop what runs of it. ``ok``: as in ``Decided``, of its notification."""
 
     offer_id: int
+    ok: bool = False
 
 
-# ---- notifications -------------------------------------------------------------------------------------
+# ---- the end of a call ---------------------------------------------------------------------------------
 
 
-class Notify(Message, frozen=True, kw_only=True):
-    """A notification for the peer's queue. Answered by Done once it is there, or by its refusal."""
+class Finish(Message, frozen=True, kw_only=True):
+    """The data of a call is complete: make ready what it ends with. Answered by Done; then ``Decided`` follows.
+
+    Attributes:
+        lease_id: Of the read, which ends now; 0: none. Its request key is released for the tensors [first, stop).
+        nbytes: That it read.
+        notify: Name and message for the receiver's queue.
+    """
 
     id: int
-    name: str
-    message: bytes
+    lease_id: int = 0
+    first_tensor: int = 0
+    tensor_stop: int = 0
+    nbytes: int = 0
+    notify: tuple[str, bytes] | None = None
 
 
-class EndNotify(Message, frozen=True, kw_only=True):
-    """The sender of that Notify has given up: it must not reach the queue, if it is not there already."""
+class Decided(Message, frozen=True, kw_only=True):
+    """The outcome of a call that has said Finish: all that was made ready happens now, or nothing of it.
 
-    notify_id: int
+    Its initiator decides, so that it needs no answer. A link that goes down before stands for ``ok``, for then the
+    initiator may have reported success; but after a Bye of the initiator for not: its call has failed.
+    """
+
+    finish_id: int
+    ok: bool
 
 
 # ---- data connections ----------------------------------------------------------------------------------
@@ -353,5 +369,5 @@ AnyMessage = (
     Hello | Welcome | Confirm | Established | Refused | DataHello
     | Heartbeat | Ping | Pong | Bye | Unlink | Settle | Done
     | Resolve | Grant | Release | Lookup | Found | Announce | Withdraw
-    | Publish | Offer | PartReady | EndOffer | Notify | EndNotify | NeedConnections
+    | Publish | Offer | PartReady | EndOffer | Finish | Decided | NeedConnections
 )  # fmt: skip

@@ -131,6 +131,7 @@ class Session:
         peer: Who the peer says it is; None before it has.
         last_alive: Instant of the last sign of life.
         bytes_in: Bytes received.
+        peer_left: It has said goodbye.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class Session:
         self._now = now
         self.last_alive = now
         self.bytes_in = 0
+        self.peer_left = False
         self.state = State.AWAIT_FIRST
         if hello is not None:
             self.state = State.AWAIT_WELCOME
@@ -325,6 +327,7 @@ class Session:
 
     def _on_bye(self, bye: m.Bye, frame: Frame) -> Event:
         self.state = State.CLOSED
+        self.peer_left = True
         return Closed(f"the peer dropped the link: {bye.text[:TEXT_LIMIT]}")
 
     def _on_message(self, message: m.Message, frame: Frame) -> Event:
@@ -345,7 +348,7 @@ class Session:
 
 _FOR_THE_ENGINE = (
     m.Unlink, m.Settle, m.Resolve, m.Release, m.Lookup, m.Announce, m.Withdraw, m.Publish, m.Offer, m.PartReady,
-    m.EndOffer, m.Notify, m.EndNotify, m.NeedConnections,
+    m.EndOffer, m.Finish, m.Decided, m.NeedConnections,
 )  # fmt: skip
 
 TRANSITIONS: dict[tuple[State, type[m.Message]], Action] = {

@@ -105,7 +105,10 @@ class InprocChannel:
             return fault
         word = _libc.read_u64(os.getpid(), address)
         if word < 0:
-            return Fault(FaultKind.SOURCE, f"the word at {address:#x} cannot be read: {os.strerror(-word)}")
+            cause = OSError(-word, os.strerror(-word))
+            return Fault(
+                FaultKind.SOURCE, f"the word at {address:#x} cannot be read: {cause.strerror}", cause=cause
+            )
         return word
 
     def close(self) -> None:

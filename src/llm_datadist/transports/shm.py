@@ -219,6 +219,11 @@ class ShmChannel:
         """Why nothing is within reach (yet); empty once the memory has come."""
         return self.memory.reason
 
+    @property
+    def refusal_cause(self) -> BaseException | None:
+        """What the system reported, if that is why."""
+        return self.memory.cause
+
     def close(self) -> None:
         """Cancels what runs; the last of it unmaps the memory."""
         self.memory.close()

@@ -110,7 +110,7 @@ class PeerMemory(Owner):
 
     __slots__ = (
         "_announced", "_answer_by", "_answered", "_drop_reader", "_listening", "_mapped", "_sock", "areas",
-        "reason", "words",
+        "cause", "reason", "words",
     )  # fmt: skip
 
     def __init__(
@@ -126,6 +126,7 @@ class PeerMemory(Owner):
         self._mapped: list[tuple[int, int]] = []
         self.areas = _NONE
         self.words: _Words | None = None
+        self.cause: OSError | None = None
         self.reason = "the peer has not sent its memory yet: it is stopped, or too busy to answer"
 
     def listen(self, adopt_reader: AdoptReader) -> None:
@@ -170,7 +171,7 @@ class PeerMemory(Owner):
     def beyond(self, address: int) -> Fault:
         """What a read of ``address``, which is in no area, ends with."""
         if self.reason:
-            return Fault(FaultKind.CHANNEL, self.reason)
+            return Fault(FaultKind.CHANNEL, self.reason, cause=self.cause)
         return Fault(FaultKind.SOURCE, f"address {address:#x} is not in memory that the peer shares")
 
     def close_after_fork(self) -> None:
@@ -203,6 +204,7 @@ class PeerMemory(Owner):
         except BlockingIOError:
             return
         except OSError as exc:
+            self.cause = exc
             self._settle(f"the connection to the peer's memory broke: {exc}")
             return
         try:
@@ -237,6 +239,7 @@ class PeerMemory(Owner):
             try:
                 here = map_memory(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd)
             except OSError as exc:
+                self.cause = exc
                 return f"the peer's memory cannot be mapped: {exc}"
             if self.words is None:  # the slab comes first
                 self.words = _Words(address, here, nbytes)

@@ -84,7 +84,7 @@ def test_what_is_asked_for_is_shown(scene: Scene, how: str) -> None:
 def test_nothing_is_shown_that_is_not_allowed(scene: Scene, how: str) -> None:
     good = scene.selector(0)
     cases = [
-        (b"?" * 16, good, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST),  # no such link
+        (b"?" * 16, good, LLMStatusCode.LLM_LINK_FAILED),  # no such link
         (scene.token, scene.selector(0, wrong_by=2), LLMStatusCode.LLM_KV_CACHE_NOT_EXIST),
         (scene.token, scene.selector(4), LLMStatusCode.LLM_PARAM_INVALID),  # it has four blocks
         (scene.token, good[:5], LLMStatusCode.LLM_PARAM_INVALID),

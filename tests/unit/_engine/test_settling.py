@@ -22,15 +22,15 @@ SOON_S = 0.05
 class Pending:
     def __init__(self, answer: Any) -> None:
         self._answer = answer
-        self.discarded = False
+        self.closed = False
 
     def wait(self, deadline: float) -> Any:
         if isinstance(self._answer, Exception):
             raise self._answer
         return type("Frame", (), {"message": self._answer})
 
-    def discard(self) -> None:
-        self.discarded = True
+    def close(self) -> None:
+        self.closed = True
 
 
 class Link:
@@ -65,7 +65,7 @@ def test_those_that_are_busy_silent_or_odd_are_left() -> None:
         Link(None, gone=True),
     ]
     assert settle(links, time.monotonic() + 1) == [links[1], links[3], links[4]]
-    assert [link.pending.discarded for link in links] == [False, False, False, True, False, False]
+    assert [link.pending.closed for link in links] == [False, False, False, True, False, False]
 
 
 @pytest.mark.parametrize("cache_id", [0, 5])
