@@ -3,7 +3,8 @@
 
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo $$p; break; }; done)
-VENV := .venv
+# A given PYTHON has an environment of its own; one that does not run is reported by the rule below.
+VENV := .venv$(if $(filter-out file,$(origin PYTHON)),-$(shell $(PYTHON) -c 'import platform; print(platform.python_version())'))
 BIN := $(VENV)/bin
 ARGS ?=
 PYTEST_ARGS ?=
@@ -21,7 +22,7 @@ help:
 	@echo 'make bench      one table: ours beside references (ARGS=...; see benchmarks/README.md)'
 	@echo 'make bench-peers  the same with NIXL and Mooncake, installed in environments of their own'
 	@echo 'make dist       wheel and source distribution in dist/'
-	@echo 'PYTHON=python3.12 chooses the interpreter of a new .venv'
+	@echo 'PYTHON=python3.12 is any of these with that interpreter, in an environment of its own'
 
 # A Python without ensurepip (Debian's without python3-venv) lends its own pip to the new environment.
 $(BIN)/python:
@@ -86,4 +87,4 @@ dist: $(VENV)/.dev
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) .venv-nixl .venv-mooncake dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

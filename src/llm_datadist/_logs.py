@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,10 @@ if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
 else:
     _Adapter = logging.LoggerAdapter
+
+
+# Frames between a caller and ``Logger``. Up to 3.10 one of ``logging`` counts as well, that of ``LoggerAdapter.log``.
+_FRAMES = 2 if sys.version_info >= (3, 11) else 3
 
 
 def get_logger(name: str) -> _Adapter:
@@ -21,4 +26,4 @@ class _Quiet(_Adapter):
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """What all other calls come to."""
         with suppress(Exception):
-            super().log(level, msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+            super().log(level, msg, *args, **{**kwargs, "stacklevel": _FRAMES})

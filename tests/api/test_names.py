@@ -96,9 +96,12 @@ class Watched(dict):
     get = __getitem__ = __contains__ = _seen
 import {before}
 os.environ = Watched()
-started = time.perf_counter()
+def waited():
+    with open("/proc/self/schedstat") as file:  # for a processor, which others keep busy
+        return int(file.read().split()[1]) / 1e9
+started = time.perf_counter() - waited()
 import llm_datadist
-took = time.perf_counter() - started
+took = time.perf_counter() - waited() - started
 os.environ = environ
 print(took, threading.active_count(), set(os.listdir("/proc/self/fd")) == fds,
       sorted(m for m in ("numpy", "torch", "socket", "asyncio", "ctypes", "msgspec") if m in sys.modules))

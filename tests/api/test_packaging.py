@@ -28,9 +28,12 @@ if {watch}:
     import numpy, msgspec
     os.environ = Environ(os.environ)
     os.getenv = os.environ.get
-began = time.perf_counter()
+def waited():
+    with open("/proc/self/schedstat") as file:  # for a processor, which others keep busy
+        return int(file.read().split()[1]) / 1e9
+began = time.perf_counter() - waited()
 import llm_datadist
-took = time.perf_counter() - began
+took = time.perf_counter() - waited() - began
 for name in {names}:
     getattr(llm_datadist, name)
 print(json.dumps(dict(

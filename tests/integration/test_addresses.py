@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llm_datadist import LLMStatusCode
-from tests.support import actors
+from tests.support import actors, other_user
 from tests.support.netns import namespace
 from tests.support.pair import D_ID, P_ID, SUCCESS, Combo, Pair, make_pair
 from tests.support.pool import Spawner
@@ -88,7 +88,7 @@ def test_n2_two_inits_on_one_port(spawn: Spawner) -> None:
     _, port = first.call(actors.up, P_ID, actors.options(listen="127.0.0.1:0"))
     outcome = second.attempt(actors.up, D_ID, actors.options(listen=f"127.0.0.1:{port}"))
     outcome.expect(FAILED, f"127.0.0.1:{port}", "in use")
-    assert outcome.elapsed <= 1.0
+    assert outcome.took.within(1.0)
     assert second.call(_init_again)[1] > 0
 
 
@@ -104,14 +104,14 @@ def test_n2_a_killed_process_frees_its_port_at_once(pair: Pair, spawn: Spawner) 
     values = actors.options(pair.combo.mode, pair.combo.backend, f"127.0.0.1:{pair.address[1]}")
     outcome = fresh.attempt(actors.up, P_ID, values)
     assert outcome.ok()[1] == pair.address[1]
-    assert outcome.elapsed <= 1.0
+    assert outcome.took.within(1.0)
 
 
 @pytest.mark.rule("3.13")
 def test_n2_an_address_that_is_not_local(spawn: Spawner) -> None:
     outcome = spawn().attempt(actors.up, P_ID, actors.options(listen="192.0.2.1:0"))
     outcome.expect(FAILED, "192.0.2.1")
-    assert outcome.elapsed <= 1.0
+    assert outcome.took.within(1.0)
 
 
 @pytest.mark.parametrize("backend", ["local", "tcp", "shm"])
@@ -121,7 +121,7 @@ def test_n4_no_route_and_no_name_service_are_needed(spawn: Spawner, backend: str
         for peer, cluster_id, listen in ((pair.p, P_ID, "127.0.0.1:0"), (pair.d, D_ID, None)):
             outcome = peer.attempt(actors.up, cluster_id, actors.options("A", backend, listen))
             outcome.ok()
-            assert outcome.elapsed <= 1.0
+            assert outcome.took.within(1.0)
             pair.address = pair.address or outcome.value
         pair.link()
         pair.source()
@@ -130,11 +130,13 @@ def test_n4_no_route_and_no_name_service_are_needed(spawn: Spawner, backend: str
         pair.blocks_right([1], [2])
 
 
+@other_user.needs_root
 @pytest.mark.rule("3.40", "4.96")
 @pytest.mark.rule("S.10", "S.13", "S.17")
 def test_p2_the_fast_way_is_not_permitted(spawn: Spawner) -> None:
     p = spawn()
-    d = spawn(prefix=("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"), env={"HOME": None})
+    d = spawn(env={"HOME": None})
+    d.call(other_user.become_in)
     pair = Pair(p, d, Combo("B", "auto"))
     pair.address = p.call(actors.up, P_ID, actors.options("B", "auto", "127.0.0.1:0"))
     d.call(actors.watch_logs)
@@ -155,11 +157,13 @@ def _link_reasons(w: World) -> list[tuple[str, str]]:
     return [(i.transport, str(i.reasons)) for i in w.dist.links()]
 
 
+@other_user.needs_root
 @pytest.mark.rule("3.41", "4.34")
 @pytest.mark.rule("R.20")
 def test_p2_a_transport_asked_for_by_name_is_not_replaced(spawn: Spawner) -> None:
     p = spawn()
-    d = spawn(prefix=("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"), env={"HOME": None})
+    d = spawn(env={"HOME": None})
+    d.call(other_user.become_in)
     address = p.call(actors.up, P_ID, actors.options("B", "local", "127.0.0.1:0"))
     d.call(actors.up, D_ID, actors.options("B", "local"))
     d.call(actors.watch_logs)

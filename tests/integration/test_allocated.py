@@ -10,7 +10,7 @@ import pytest
 import llm_datadist as dd
 from llm_datadist import CacheKey, LLMStatusCode
 from tests.support import actors, allocated
-from tests.support.pair import D_ID, P_ID, SEED, SUCCESS, Pair, Shape, about, by_id, by_request, of_model
+from tests.support.pair import D_ID, P_ID, SEED, SUCCESS, Pair, Shape, by_id, by_request, of_model
 from tests.support.peers import Outcome, Peer, Running
 from tests.support.world import World
 
@@ -340,7 +340,7 @@ def test_a_deallocation_cuts_off_a_reader_that_takes_longer_than_the_timeout(imp
     pair.p.call(allocated.remove_key, by_request(5))
     reading = holds_a_lease(pair.d, by_id(1))
     ended = pair.p.attempt(allocated.deallocate, "src")
-    assert about(0.5, ended.elapsed), ended
+    assert ended.took.about(0.5), ended
     assert pair.p.call(allocated.all_free)
     pair.d.call(allocated.open_gate)
     reading.outcome().expect(GONE)
@@ -388,7 +388,7 @@ def test_finalize_does_not_wait_for_a_reader(impatient: Pair) -> None:
     pair.p.call(allocated.deallocate, "src")
     reading = holds_a_lease(pair.d, by_request(5))
     pair.p.call(allocated.remove_key, by_request(5))
-    assert pair.p.attempt(actors.finalize).elapsed < 2
+    assert pair.p.attempt(actors.finalize).took.within(2)
     pair.d.call(allocated.open_gate)
     assert reading.outcome().code in (LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK)
     pair.unchanged()

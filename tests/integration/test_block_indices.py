@@ -54,7 +54,7 @@ def test_b1_every_index_of_a_pull_is_checked(pair: Pair) -> None:
     for src, dst, expected in BAD_LISTS:
         _hold(pair.pull_blocks(src, dst), expected, (src, dst))
         pair.unchanged()
-    pair.d.call(_pause_half_a_second)
+    actors.pause(0.5)  # the second look of "unchanged": late writes would come within this time
     pair.unchanged()
     pair.pull_blocks([112], [0]).ok()
     pair.pull_blocks([np.int64(112)], [1]).ok()
@@ -75,17 +75,12 @@ def test_b1_every_index_of_a_push_is_checked(pair_b: Pair) -> None:
     for src, dst, expected in [*BAD_LISTS, ([], [], INVALID), ([0], [], INVALID), ([], [0], INVALID)]:
         _hold(push(src, dst), expected, (src, dst))
         pair.unchanged()
-    pair.d.call(_pause_half_a_second)
+    actors.pause(0.5)  # the second look of "unchanged": late writes would come within this time
     pair.unchanged()
     push([112], [0]).ok()
     push([np.int64(112)], [1]).ok()
     push([0], [210]).ok()
     pair.blocks_right([112, 112, 0], [0, 1, 210])
-
-
-def _pause_half_a_second(w: Any) -> None:
-    """The second look of "unchanged": late writes would come within this time."""
-    actors.pause(0.5)
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
 
 import llm_datadist as dd
 from llm_datadist import LLMStatusCode, RegisterMemStatus
+from llm_datadist.testing.stopwatch import Stopwatch
 from tests.support import actors
 from tests.support.comms import (
     OK,
@@ -22,7 +22,7 @@ from tests.support.comms import (
     status,
     up_both,
 )
-from tests.support.pair import D_ID, P_ID, SUCCESS, Combo, Pair, about, make_pair
+from tests.support.pair import D_ID, P_ID, SUCCESS, Combo, Pair, make_pair
 from tests.support.pool import Spawner
 from tests.support.rank_tables import free_ports, on_loopback
 from tests.support.world import World, wait_until
@@ -138,7 +138,7 @@ def test_unlink_waits_for_transfers_and_stays_when_they_do_not_end(spawn: Spawne
     pair.p.call(_start_held_push, D_ID)
     outcome = pair.p.attempt(leave, 1)
     outcome.expect(BUSY, "comm 1", f"[{D_ID}]")
-    assert about(3.0, outcome.elapsed)
+    assert outcome.took.about(3.0)
     assert pair.p.call(status, 1) is OK
     assert ids_linked(pair.p) == [D_ID]
     assert pair.p.call(_end_held_push) == SUCCESS
@@ -242,11 +242,11 @@ def test_issue_all_pairs_on_one_host(spawn: Spawner, prompts: int, decoders: int
         at: [(p, d) for p in range(prompts) for d in range(prompts, count) if at in (p, d)]
         for at in range(count)
     }
-    start = time.monotonic()
+    watch = Stopwatch()
     running = [peer.start(_comms, table, pairs[at]) for at, peer in enumerate(peers)]
     ends = [r.result() for r in running]
     assert all(end is OK for each in ends for end in each)
-    assert time.monotonic() - start < 20.0
+    assert watch.within(20.0)
     for at, peer in enumerate(peers):
         others = range(prompts, count) if at < prompts else range(prompts)
         assert ids_linked(peer) == list(others)

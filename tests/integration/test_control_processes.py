@@ -13,8 +13,10 @@ import pytest
 from llm_datadist._link.link import LinkLost
 from llm_datadist._wire.messages import Unlink
 from llm_datadist.status import LLMStatusCode
+from llm_datadist.testing.stopwatch import Stopwatch
 from tests.support.link_peer import LinkPeer
 from tests.support.links import Engine
+from tests.support.stopping import stop, stopped
 
 OK = LLMStatusCode.LLM_SUCCESS
 
@@ -53,29 +55,26 @@ def test_a_killed_process_is_noticed_at_once_and_may_come_back() -> None:
                 assert link is not None
                 a.notes.answers = False
                 pending = link.call(Unlink(id=link.next_id(), time_left_ms=1))
-                os.kill(b.process.pid, signal.SIGSTOP)
+                stop(b.process.pid)
                 os.kill(b.process.pid, signal.SIGKILL)
-                began = time.monotonic()
+                watch = Stopwatch()
                 try:
-                    pending.wait(began + 5)
+                    pending.wait(watch.began + 5)
                 except LinkLost:
-                    assert time.monotonic() - began < 0.5
+                    assert watch.within(0.5)
                 assert a.notes.wait_for(lambda: a.service.get(2) is None, 0.5)
 
 
 def test_t2_a_stopped_process_is_silent_then_down_then_links_again() -> None:
     with Engine(1, heartbeat_ms=50, link_timeout_ms=600) as a, LinkPeer(2, 50, 600) as b:
         assert a.service.dial([b.target], 3) == [OK]
-        os.kill(b.process.pid, signal.SIGSTOP)
-        try:
+        with stopped(b.process.pid):
             assert a.service.dial([b.target], 0.3) == [LLMStatusCode.LLM_TIMEOUT], (
                 "a stopped peer is no dead one"
             )
             link = a.service.get(2)
             assert link is not None and link.state == "silent"
             assert a.notes.wait_for(lambda: bool(a.notes.downs), 2)
-        finally:
-            os.kill(b.process.pid, signal.SIGCONT)
         assert a.service.dial([b.target], 3) == [OK]
         assert b.ask("links") == "1"
 
@@ -83,11 +82,8 @@ def test_t2_a_stopped_process_is_silent_then_down_then_links_again() -> None:
 def test_a_short_stop_of_both_sides_costs_no_link() -> None:
     with LinkPeer(1, 50, 400) as a, LinkPeer(2, 50, 400) as b:
         assert a.ask(f"dial 2 {b.target.address.port}") == "LLM_SUCCESS"
-        for peer in (a, b):
-            os.kill(peer.process.pid, signal.SIGSTOP)
-        threading.Event().wait(0.8)
-        for peer in (a, b):
-            os.kill(peer.process.pid, signal.SIGCONT)
+        with stopped(a.process.pid, b.process.pid):
+            threading.Event().wait(0.8)
         threading.Event().wait(0.3)
         assert a.ask("links") == b.ask("links") == "1"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.stopping import stop
 from tests.support.world import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -224,7 +225,7 @@ def test_demo_takes_both_processes_with_it(program: Program, tiny: str, number: 
         assert process.stdout.read(1)
         assert len(program.processes()) == 3
         if number != signal.SIGKILL:  # even one that cannot hear
-            os.kill(program.processes("examples.demo.decode")[0], signal.SIGSTOP)
+            stop(program.processes("examples.demo.decode")[0])
         if number == signal.SIGINT:  # a terminal sends it to the whole group
             os.killpg(process.pid, number)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,13 @@ from llm_datadist import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
+from llm_datadist.testing.stopwatch import Stopwatch
 from tests.integration.test_layerwise import FOUR, Target
 from tests.integration.test_layerwise import _run as run_task
 from tests.support import actors
 from tests.support.engines import Engines, Layers
 from tests.support.memory import FILL
-from tests.support.pair import COMBOS, D_ID, SUCCESS, Combo, Pair, about, of_model
+from tests.support.pair import COMBOS, D_ID, SUCCESS, Combo, Pair, of_model
 from tests.support.world import World
 
 INVALID, TIMEOUT = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_TIMEOUT
@@ -138,9 +138,9 @@ def test_unregister_waits_for_a_task_of_its_cache_and_then_cuts_it_off(two: Two)
     layers = Layers(hold=True)
     task = two.push(layers, two.config(0, range(0, 2), range(0, 2)))
     assert layers.reached.wait(10)
-    began = time.monotonic()
+    watch = Stopwatch()
     two.me.cache_manager.unregister_cache(two.source.cache_id)
-    assert about(0.4, time.monotonic() - began)
+    assert watch.about(0.4)
     assert task.get_results(0) == [GONE]
     layers.go_on.set()
     assert task.synchronize(5000) == GONE
@@ -180,7 +180,7 @@ def test_a_stopped_destination_is_written_by_nobody(pair: Pair, what: str) -> No
     else:
         outcome = pair.p.attempt(run_task, [target.config], {}, [1], [2], FOUR.stride)
         assert outcome.ok()[:2] == (TIMEOUT, [TIMEOUT])
-    assert about(1.0, outcome.elapsed)
+    assert outcome.took.about(1.0)
     assert set(_looked_at_from_outside(pair.d.pid, address, nbytes)) == {FILL}
     pair.d.cont()
     actors.pause(0.3)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from llm_datadist import LLMException, LLMStatusCode
+from llm_datadist.testing.stopwatch import Stopwatch
 from tests.support import actors, allocated
 from tests.support.pair import D_ID, SEED, SUCCESS, Pair, Shape, by_id, by_request, of_model
 from tests.support.pool import Spawner
 from tests.support.slow import slow_pair
 from tests.support.which_combos import THREE
-from tests.support.world import World
+from tests.support.world import World, wait_until
 
 GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 FIXED_ADDRESS = 0x5100_0000_0000
@@ -57,15 +58,15 @@ GENERATION_SHAPE = Shape(tensors=4, dim0=32, stride=65536)  # long enough to be 
 
 
 @THREE
-@pytest.mark.parametrize(("seconds", "at_least"), [(2.0, 10), pytest.param(10.0, 50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("seconds", "at_least"), [(1.0, 10), pytest.param(10.0, 50, marks=pytest.mark.slow)])
 @pytest.mark.rule("5.14", "6.33", "R.2", "R.13", "S.8")
 def test_s2_a_pull_holds_one_generation_only(pair: Pair, seconds: float, at_least: int) -> None:
     pair.up()
     pair.p.call(actors.make, "src", **GENERATION_SHAPE.memory())
     pair.destination(shape=GENERATION_SHAPE)
-    until = time.monotonic() + seconds
-    churn = pair.p.start(_churn, until)
-    pulls = pair.d.call(_pull_until, until)
+    churn = pair.p.start(_churn)
+    pulls = pair.d.call(_pull_until, time.monotonic() + seconds, at_least)
+    pair.p.call(actors.raise_flag, "enough")
     lives = churn.result()
     good = [(began, ended, generations) for began, ended, code, generations in pulls if code == SUCCESS]
     for began, ended, generations in good:
@@ -73,14 +74,12 @@ def test_s2_a_pull_holds_one_generation_only(pair: Pair, seconds: float, at_leas
         start, end = lives[generations[0]]
         assert start <= ended and began <= end, f"generation {generations[0]} was not registered meanwhile"
     assert {code for _, _, code, _ in pulls} <= {SUCCESS, GONE}
-    assert len(good) >= at_least
-    assert len(pulls) - len(good) >= at_least
 
 
-def _churn(w: World, until: float) -> dict[int, tuple[float, float]]:
+def _churn(w: World) -> dict[int, tuple[float, float]]:
     """Generation -> from when until when it was (at most) registered."""
     held, rng, lives, generation = w.held["src"], random.Random(3), {}, 0
-    while time.monotonic() < until:
+    while not w.extras.get("enough"):
         generation += 1
         for t in range(held.tensors):
             held.tensor(t).view(np.uint32)[:] = generation
@@ -93,10 +92,11 @@ def _churn(w: World, until: float) -> dict[int, tuple[float, float]]:
     return lives
 
 
-def _pull_until(w: World, until: float) -> list[tuple[float, float, LLMStatusCode, list[int]]]:
-    held, results = w.held["dst"], []
+def _pull_until(w: World, until: float, at_least: int) -> list[tuple[float, float, LLMStatusCode, list[int]]]:
+    """Until that instant, and until so many pulls were good and so many were not."""
+    held, results, good = w.held["dst"], [], 0
     blocks = list(range(GENERATION_SHAPE.dim0))
-    while time.monotonic() < until:
+    while time.monotonic() < until or not at_least <= good <= len(results) - at_least:
         began, code = time.monotonic(), SUCCESS
         try:
             actors.pull_blocks(w, of_model(0), "dst", blocks, blocks)
@@ -110,6 +110,7 @@ def _pull_until(w: World, until: float) -> list[tuple[float, float, LLMStatusCod
                 whole = bool((words == words[0]).all())
                 seen |= {int(words[0])} if whole else set(np.unique(words).tolist())
         results.append((began, ended, code, sorted(seen)))
+        good += code == SUCCESS
     return results
 
 
@@ -182,12 +183,14 @@ def test_s5_memory_withdrawn_while_it_is_read(spawn: Spawner, mode: str) -> None
         pair.destination("small")
         blocks = list(range(10))
         running = pair.d.start(_timed_pull, blocks)
-        actors.pause(0.5)
+        assert wait_until(lambda: bool(pair.p.call(actors.busy)))
+        actors.pause(0.3)  # in the middle
+        watch = Stopwatch()
         unregistered_at = pair.p.call(_unregister_and_unmap, "src")
         outcome, ended_at = running.result()
         if mode == "A":
             assert outcome == SUCCESS
-            assert unregistered_at >= ended_at - 0.05
+            assert unregistered_at >= ended_at - 0.05 - watch.took().stalled
         assert outcome in (SUCCESS, GONE)
         if outcome == SUCCESS:
             pair.blocks_right(blocks, blocks)

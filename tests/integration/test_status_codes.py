@@ -92,8 +92,7 @@ def link_failed(pair: Pair) -> LLMStatusCode:
 
 def unlink_failed(pair: Pair) -> LLMStatusCode:
     pair.up().p.stop()
-    running = pair.d.start(actors.unlink, [P_ID], 10_000)
-    actors.pause(0.2)
+    running = pair.asking(actors.unlink, [P_ID], 10_000)
     pair.p.kill()
     code: LLMStatusCode = running.result()[0]
     return code
@@ -116,8 +115,7 @@ def link_busy(pair: Pair) -> LLMStatusCode:
     pair.up(timeout_ms=5000).source(shape=Shape())
     pair.destination()
     pair.p.stop()
-    running = pair.d.start(actors.pull_blocks, of_model(0), "dst", [0], [0])
-    actors.pause(0.2)
+    running = pair.asking(actors.pull_blocks, of_model(0), "dst", [0], [0])
     code: LLMStatusCode = pair.d.call(actors.unlink, [P_ID], 300)[0]
     pair.p.cont()
     running.result()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from llm_datadist import LLMException, LLMStatusCode
+from llm_datadist.testing.stopwatch import Stopwatch, Taken
 from tests.support import actors
 from tests.support.memory import FILL
 from tests.support.pair import (
@@ -18,7 +19,6 @@ from tests.support.pair import (
     Combo,
     Pair,
     Shape,
-    about,
     by_id,
     make_pair,
     of_model,
@@ -52,10 +52,11 @@ def test_t1_addresses_that_never_answer(spawn: Spawner, pair: Pair) -> None:
         remotes = [(3, address), (4, swallowing), (5, silent)]
         outcome = pair.d.attempt(actors.link, remotes, 1000)
         assert outcome.value == (TIMEOUT, [SUCCESS, TIMEOUT, TIMEOUT])
-        assert about(1.0, outcome.elapsed)
+        assert outcome.took.about(1.0)
         pair.d.call(actors.raise_flag, "stop")
-    count, longest = loop.result()
-    assert count > 0 and longest <= 0.5
+    pulls = loop.outcome()
+    count, longest = pulls.ok()
+    assert count > 0 and Taken(longest, pulls.took.stalled).within(AT_ONCE)
     assert pair.d.call(actors.unlink, [3]) == (SUCCESS, [SUCCESS])
     assert wait_until(lambda: pair.d.call(actors.resources) <= before), pair.d.call(actors.resources)
 
@@ -67,7 +68,7 @@ def test_t2_a_stopped_owner_lets_the_call_time_out(pair_a: Pair) -> None:
     pair.destination()
     pair.p.stop()
     outcome = pair.pull_blocks([1], [2]).expect(WAIT_TIMEOUT, P_ID, "ms")
-    assert about(1.0, outcome.elapsed)
+    assert outcome.took.about(1.0)
     pair.unchanged()
     pair.p.cont()
     pair.pull_blocks([1], [2]).ok()
@@ -87,7 +88,7 @@ def test_a_stopped_owner_lets_a_pull_over_tcp_time_out_in_mode_b(spawn: Spawner)
     pair.p.stop()
     for outcome in (pair.pull_blocks([1], [2]), pair.pull_cache(by_id(cache_id), name="slot")):
         outcome.expect(WAIT_TIMEOUT, P_ID, "ms")
-        assert about(1.0, outcome.elapsed)
+        assert outcome.took.about(1.0)
     pair.p.cont()
     pair.unchanged()
     pair.unchanged("slot")
@@ -101,8 +102,8 @@ def test_t2_a_stopped_owner_is_down_after_the_link_timeout(pair_a: Pair) -> None
     pair.source()
     pair.destination()
     pair.p.stop()
-    assert pair.pull_blocks([1], [2]).expect(FAILED, P_ID).elapsed <= 2.4
-    assert pair.pull_blocks([1], [2]).expect(NOT_YET, P_ID).elapsed <= AT_ONCE
+    assert pair.pull_blocks([1], [2]).expect(FAILED, P_ID).took.within(2.4)
+    assert pair.pull_blocks([1], [2]).expect(NOT_YET, P_ID).took.within(AT_ONCE)
     pair.unchanged()
     pair.p.cont()
     pair.link()
@@ -118,7 +119,7 @@ def test_t2_a_push_to_a_stopped_peer_never_begins(pair_b: Pair) -> None:
     pair.d.stop()
     outcome = pair.p.attempt(actors.push_blocks, of_model(0, D_ID), "src", [1], [2])
     outcome.expect(TIMEOUT, D_ID)
-    assert about(1.0, outcome.elapsed)
+    assert outcome.took.about(1.0)
     pair.d.cont()
     pair.unchanged()
     pair.p.call(actors.push_blocks, of_model(0, D_ID), "src", [3], [4])
@@ -173,19 +174,19 @@ def _kill_during_a_pull(pair: Pair, fresh: Any, after: float, shape: Shape) -> N
     pair.p.call(actors.blocks_cache, "src", model_id=0, **shape.memory())
     blocks = list(range(shape.dim0))
     pair.d.call(_mark_first_byte, "dst")
-    running = pair.d.start(_pull_and_say_when, blocks)
+    running = pair.d.start(_pull_until_it_fails, blocks)
     assert pair.d.call(_first_byte_arrived, "dst")
     side = pair.d.start(actors.pull_blocks, of_model(0, 9), "small", [1], [2])
     actors.pause(after)
-    killed_at = time.monotonic()
+    watch = Stopwatch()
     pair.p.kill()
     if pair.combo.backend == "shm":
         # The system closes the owner's connections when it has taken its memory down, just before its end.
-        killed_at = time.monotonic()
+        watch = Stopwatch()
     code, ended_at = running.result()
     side.result()
-    assert code == FAILED
-    assert ended_at - killed_at <= AT_ONCE
+    assert code in (FAILED, NOT_YET)
+    assert watch.within(AT_ONCE, until=ended_at)
     assert not pair.d.call(
         actors.compare, "small", seed=5, src_tensor_nbytes=8192, pieces=[([1024], [2048], 1024)]
     )
@@ -216,12 +217,13 @@ def _first_byte_arrived(w: World, name: str) -> bool:
     return actors.wait_until(lambda: memory[first] != UNTOUCHED)
 
 
-def _pull_and_say_when(w: World, blocks: list[int]) -> tuple[LLMStatusCode, float]:
-    try:
-        actors.pull_blocks(w, of_model(0), "dst", blocks, blocks)
-    except LLMException as exc:
-        return exc.status_code, time.monotonic()
-    return SUCCESS, time.monotonic()
+def _pull_until_it_fails(w: World, blocks: list[int]) -> tuple[LLMStatusCode, float]:
+    """Again and again: on a busy machine one may be over before anybody hears that it has begun."""
+    while True:
+        try:
+            actors.pull_blocks(w, of_model(0), "dst", blocks, blocks)
+        except LLMException as exc:
+            return exc.status_code, time.monotonic()
 
 
 LATE = Shape(tensors=2, dim0=8192, stride=4096)  # 64 MiB
@@ -235,9 +237,9 @@ def test_t4_nothing_arrives_after_a_pull_was_told_it_failed(spawn: Spawner, mode
         pair.up_slow(30_000, 500)
         pair.source(shape=LATE)
         pair.destination(shape=LATE)
-        code, elapsed, at_error, later = pair.d.call(_pull_and_hash, EVEN)
+        code, took, at_error, later = pair.d.call(_pull_and_hash, EVEN)
         assert code == WAIT_TIMEOUT
-        assert about(0.5, elapsed)
+        assert took.about(0.5)
         assert at_error == later
         assert pair.d.call(_reached_only_even_blocks)
         _one_block_still_works(pair)
@@ -254,17 +256,17 @@ def _reached_only_even_blocks(w: World) -> bool:
     return written and bool((whole == FILL).all())
 
 
-def _pull_and_hash(w: World, blocks: list[int]) -> tuple[LLMStatusCode, float, str, str]:
-    """The code, the seconds, and the destination's hash at once and 2 s later."""
-    began, code = time.monotonic(), SUCCESS
+def _pull_and_hash(w: World, blocks: list[int]) -> tuple[LLMStatusCode, Taken, str, str]:
+    """The code, the time, and the destination's hash at once and 2 s later."""
+    watch, code = Stopwatch(), SUCCESS
     try:
         actors.pull_blocks(w, of_model(0), "dst", blocks, blocks)
     except LLMException as exc:
         code = exc.status_code
-    elapsed = time.monotonic() - began
+    took = watch.took()
     first = actors.digest(w, "dst")
     actors.pause(2.0)
-    return code, elapsed, first, actors.digest(w, "dst")
+    return code, took, first, actors.digest(w, "dst")
 
 
 def _one_block_still_works(pair: Pair) -> None:
@@ -281,7 +283,7 @@ def test_t4_nothing_arrives_after_a_push_was_told_it_failed(spawn: Spawner) -> N
         pair.destination(shape=LATE, model_id=0)
         outcome = pair.p.attempt(actors.push_blocks, of_model(0, D_ID), "src", EVEN, EVEN)
         outcome.expect(TIMEOUT, D_ID)
-        assert about(0.5, outcome.elapsed)
+        assert outcome.took.about(0.5)
         actors.pause(0.5)
         first = pair.d.call(actors.digest, "dst")
         actors.pause(1.5)
@@ -300,14 +302,14 @@ def test_t4_a_short_timeout_on_one_host(spawn: Spawner, mode: str, backend: str)
     pair = make_pair(spawn, Combo(mode, backend)).up(timeout_ms=50)
     pair.source(shape=SAME_HOST)
     pair.destination(shape=SAME_HOST)
-    code, elapsed, at_error, later = pair.d.call(_pull_and_hash, list(range(SAME_HOST.dim0)), timeout=120)
+    code, took, at_error, later = pair.d.call(_pull_and_hash, list(range(SAME_HOST.dim0)), timeout=120)
     assert at_error == later
     if code == SUCCESS:
         blocks = list(range(SAME_HOST.dim0))
         pair.blocks_right(blocks, blocks, timeout=120)
     else:
         assert code == WAIT_TIMEOUT
-        assert elapsed <= 0.2
+        assert took.within(0.2)
     _one_block_still_works(pair)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from llm_datadist import LLMStatusCode
+from llm_datadist.testing.stopwatch import Stopwatch
 from tests.support import actors, allocated
 from tests.support.pair import D_ID, SEED, Pair, Shape, by_id, of_model
 from tests.support.pool import Spawner
@@ -104,8 +105,10 @@ def test_unregister_waits_for_what_is_being_written_there(spawn: Spawner, mode: 
             else pair.p.start(_ended_at, "push_blocks", of_model(0, D_ID), "src", every)
         )
         assert pair.d.call(_first_byte_arrived)
+        watch = Stopwatch()
         returned_at = pair.d.call(_unregister_and_unmap)
-        assert returned_at >= moving.result() - (0.05 if what == "pull" else 0.5)
+        noted = 0.05 if what == "pull" else 0.5
+        assert returned_at >= moving.result() - noted - watch.took().stalled
         assert not pair.d.call(allocated.caches)
 
 

@@ -9,6 +9,7 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,11 @@ def finalize(w: World) -> None:
 
 
 def ready(w: World) -> None:
-    """Loads what is loaded lazily, so that no later time holds an import."""
+    """Loads what is loaded lazily, so that no later time holds an import, and no other user has to."""
+    for name in ("llm_datadist._engine.engine", "encodings.idna"):
+        import_module(name)
     dd.LLMDataDist(dd.LLMRole.MIX, 1)
+    pattern(0, 0, 8)
     w.baseline = footprint()
 
 
@@ -291,6 +295,13 @@ def _difference(w: World, name: str, want: Any) -> str:
         f"{name}: {len(bad)} of {len(want)} bytes differ, first at tensor {tensor} offset "
         f"{at - w.held[name].starts[tensor]}: {got[at]:#x} instead of {want[at]:#x}, last at {int(bad[-1])}"
     )
+
+
+def busy(w: World) -> int:
+    """Calls of this engine that are under way, and reads of its memory that peers have announced."""
+    state = w.dist._engine._state
+    with state.lock:
+        return len(state.flights.where(lambda f: True)) + len(state.leases.all())
 
 
 # ---- logs -------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 from llm_datadist import FeatureNotEnabledError, LLMStatusCode
 from llm_datadist._link.seam import Address
 from llm_datadist.transports.seam import NOT_THIS_CONNECTION
-from tests.support import actors, allocated, netns
+from tests.support import actors, allocated, netns, other_user
 from tests.support.engines import Engines
 from tests.support.pair import D_ID, P_ID, SUCCESS
 from tests.support.peers import Peer
@@ -31,7 +31,6 @@ from tests.support.world import World
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED
 POOL = {"MemPoolConfig": allocated.pool(1 << 20)}
-NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 ADD_SEALS = 1033
 
 
@@ -70,7 +69,9 @@ def goes_by(transport: str, told: tuple[str, str]) -> str:
     "container's seccomp profile may forbid it as well"
 )
 def another_user(stage: Stage) -> str:
-    told = goes_by("tcp", linked(stage.spawn(), stage.spawn(prefix=NOBODY, env={"HOME": None})))
+    d = stage.spawn(env={"HOME": None})
+    d.call(other_user.become_in)
+    told = goes_by("tcp", linked(stage.spawn(), d))
     assert "user id 0" in told and "65534" in told
     return told
 

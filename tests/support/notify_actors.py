@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from llm_datadist import CacheTask
+from llm_datadist.testing.stopwatch import Stopwatch, Taken
 from tests.support.world import World
 
 
@@ -45,10 +46,10 @@ def finish(w: World, timeout_ms: int = 10_000, task: str = "task") -> tuple[Any,
     return code, held.get_results(0), str(held.exception(0) or "") if held.done() else ""
 
 
-def cancel(w: World, task: str = "task") -> tuple[bool, float]:
+def cancel(w: World, task: str = "task") -> tuple[bool, Taken]:
     """What ``cancel`` says, and how long it takes."""
-    began = time.monotonic()
-    return w.extras[task].cancel(), time.monotonic() - began
+    watch = Stopwatch()
+    return w.extras[task].cancel(), watch.took()
 
 
 def many(w: World, method: str, key: Any, name: str, calls: list[tuple[Any, ...]]) -> list[Any]:

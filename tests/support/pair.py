@@ -10,8 +10,10 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from tests.support import actors
-from tests.support.peers import Outcome, Peer
+from tests.support.peers import Outcome, Peer, Running
 from tests.support.pool import Spawner
+from tests.support.sockets import unread
+from tests.support.world import wait_until
 
 P_ID = 1
 D_ID = 2
@@ -115,6 +117,13 @@ class Pair:
     def pull_cache(self, key: Any, *args: Any, name: str = "dst", **more: Any) -> Outcome:
         return self.d.attempt(actors.pull_cache, key, name, *args, **more)
 
+    def asking(self, func: Any, *args: Any, **more: Any) -> Running:
+        """A call in D that P, which is stopped, has to answer: the question has arrived there when this returns."""
+        before = unread(self.address[1])
+        running = self.d.start(func, *args, **more)
+        assert wait_until(lambda: unread(self.address[1]) > before), "P is not asked"
+        return running
+
     # -- looking --------------------------------------------------------------------------------------
 
     def unchanged(self, name: str = "dst", peer: Peer | None = None) -> None:
@@ -156,11 +165,6 @@ def by_request(req_id: int, model_id: int = 0, cluster_id: int = P_ID) -> CacheK
 
 def of_model(model_id: int, cluster_id: int = P_ID) -> BlocksCacheKey:
     return BlocksCacheKey(cluster_id, model_id)
-
-
-def about(seconds: float, elapsed: float) -> bool:
-    """The contract's bound of a time-out: ±20 %, and a moment for a busy machine to report it."""
-    return 0.8 * seconds <= elapsed <= 1.2 * seconds + 0.1
 
 
 def make_pair(spawn: Spawner, combo: Combo) -> Pair:

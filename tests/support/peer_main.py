@@ -13,6 +13,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from llm_datadist.testing.stopwatch import own_wait
 from tests.support.world import World
 
 PREFIX = "harness-"
@@ -28,7 +29,7 @@ class _Server:
     def serve(self) -> None:
         """Reads requests on a thread, so that the main one is free for calls that need it."""
         threading.Thread(target=self._read, name=PREFIX + "reader", daemon=True).start()
-        self._send(("ready", None, None, 0.0))
+        self._send(("ready", None, None, 0.0, {}))
         while (request := self._main.get()) is not None:
             self._run(*request)
 
@@ -50,18 +51,20 @@ class _Server:
                 ).start()
 
     def _run(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        value = error = failure = None
         began = time.monotonic()
         try:
             value = func(self._world, *args, **kwargs)
-            reply = (number, value, None, time.monotonic() - began)
         except BaseException as exc:  # whatever it is, it belongs to the caller
-            elapsed = time.monotonic() - began
-            reply = (number, None, (exc, exc.__cause__, traceback.format_exc()), elapsed)
+            error = exc
+        took = (time.monotonic() - began, {threading.get_native_id(): own_wait()})  # this thread ends now
+        if error is not None:
+            failure = (error, error.__cause__, "".join(traceback.format_exception(error)))
         try:
-            self._send(reply)
+            self._send((number, value, failure, *took))
         except Exception as exc:
-            text = f"the result of {func} cannot travel: {exc!r}; {reply[1:3]!r}"
-            self._send((number, None, (RuntimeError(text), None, ""), reply[3]))
+            text = f"the result of {func} cannot travel: {exc!r}; {value!r}, {failure!r}"
+            self._send((number, None, (RuntimeError(text), None, ""), *took))
 
     def _send(self, reply: tuple[Any, ...]) -> None:
         with self._sending:

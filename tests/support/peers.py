@@ -15,12 +15,14 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from llm_datadist.status import LLMException, LLMStatusCode
+from llm_datadist.testing.stopwatch import Stopwatch, Taken
+from tests.support import stopping
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL_TIMEOUT = 40.0
@@ -28,11 +30,16 @@ CALL_TIMEOUT = 40.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended: its value or its error, and the seconds it took in the peer."""
+    """How a call ended: its value or its error, and what it took in the peer."""
 
     value: Any
     error: BaseException | None
-    elapsed: float
+    took: Taken
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds by the clock, for what a call must take at least."""
+        return self.took.elapsed
 
     @property
     def code(self) -> LLMStatusCode | None:
@@ -86,6 +93,14 @@ class Running:
         return self._future.done()
 
 
+@dataclass(frozen=True)
+class _Call:
+    """One that has no answer yet."""
+
+    future: Future[Outcome] = field(default_factory=Future)
+    watch: Stopwatch = field(default_factory=Stopwatch)
+
+
 class PeerDied(Exception):  # noqa: N818 - an event, not always an error of the test
     """The process ended while a call was under way."""
 
@@ -124,20 +139,20 @@ class Peer:
         self._socket = ours
         self._conn = Connection(os.dup(ours.fileno()))
         self._sending = threading.Lock()
-        self._waiting: dict[Any, Future[Outcome]] = {"ready": Future()}
+        self._waiting: dict[Any, _Call] = {"ready": _Call()}
         self._number = 0
         self._stopped = False
         self._reader = threading.Thread(target=self._read, name=f"peer-{self.pid}", daemon=True)
-        self._ready = self._waiting["ready"]
+        self._ready = self._waiting["ready"].future
         self._reader.start()
 
     def start(self, func: Callable[..., Any], /, *args: Any, on_main: bool = False, **kwargs: Any) -> Running:
         self._ready.result(CALL_TIMEOUT)
-        future: Future[Outcome] = Future()
+        call = _Call()
         with self._sending:
             self._number += 1
             number = self._number
-            self._waiting[number] = future
+            self._waiting[number] = call
             try:
                 self._conn.send((number, on_main, func, args, kwargs))
             except OSError as exc:
@@ -145,7 +160,7 @@ class Peer:
                 raise PeerDied(f"peer {self.pid} is gone") from exc
         if self._process.poll() is not None:
             self._fail_waiting()
-        return Running(future)
+        return Running(call.future)
 
     def call(
         self, func: Callable[..., Any], /, *args: Any, timeout: float = CALL_TIMEOUT, **kwargs: Any
@@ -160,29 +175,30 @@ class Peer:
     def _read(self) -> None:
         while True:
             try:
-                number, value, failure, elapsed = self._conn.recv()
+                number, value, failure, seconds, waits = self._conn.recv()
             except (EOFError, OSError):
                 self._fail_waiting()
                 return
-            future = self._waiting.pop(number, None)
-            if future is not None:
-                future.set_result(Outcome(value, _error(failure), elapsed))
+            call = self._waiting.pop(number, None)
+            if call is not None:
+                stalled = call.watch.took(more=waits).stalled
+                call.future.set_result(Outcome(value, _error(failure), Taken(seconds, stalled)))
 
     def _fail_waiting(self) -> None:
         for number in list(self._waiting):
-            future = self._waiting.pop(number, None)
-            if future is not None:
-                future.set_result(Outcome(None, PeerDied(f"peer {self.pid} ended during the call"), 0.0))
+            call = self._waiting.pop(number, None)
+            if call is not None:
+                died = PeerDied(f"peer {self.pid} ended during the call")
+                call.future.set_result(Outcome(None, died, call.watch.took()))
 
     def stop(self) -> None:
         """SIGSTOP, and waits until the process is stopped."""
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+        stopping.stop(self.pid)
         self._stopped = True
 
     def cont(self) -> None:
         """SIGCONT."""
-        os.kill(self.pid, signal.SIGCONT)
+        stopping.cont(self.pid)
         self._stopped = False
 
     def interrupt(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.support import actors
-from tests.support.peers import Peer, PeerDied
+from tests.support.peers import Peer, PeerDied, Running
 
 _idle: list[Peer] = []
 
@@ -32,7 +32,7 @@ class Spawner:
         return peer
 
     def _warm(self) -> Peer | None:
-        for peer in [peer for peer in _idle if peer.env == self._env]:
+        for peer in [peer for peer in reversed(_idle) if peer.env == self._env]:
             _idle.remove(peer)
             if peer.alive:
                 return peer
@@ -40,13 +40,11 @@ class Spawner:
         return None
 
     def close(self) -> list[str]:
-        """Takes the peers back; what any of them did not give back."""
+        """Takes the peers back, all at once; what any of them did not give back."""
         leaks = []
-        for peer in self._mine:
-            if not peer.alive:
-                peer.close()
-                continue
-            left = _reset(peer)
+        resets = [(peer, _start_reset(peer)) for peer in self._mine]
+        for peer, reset in resets:
+            left = _left(reset)
             if left == "" and peer.plain and peer.env == self._env:
                 _idle.append(peer)
                 continue
@@ -57,14 +55,22 @@ class Spawner:
         return leaks
 
 
-def _reset(peer: Peer) -> str | None:
-    """What the peer did not give back; None when it ended meanwhile."""
+def _start_reset(peer: Peer) -> Running | None:
+    """None when it has ended, or is stopped."""
     try:
-        outcome = peer.attempt(actors.reset, timeout=20)
-    except TimeoutError as exc:
-        return f"giving back hangs: {exc}"
+        return peer.start(actors.reset) if peer.alive else None
     except PeerDied:
         return None
+
+
+def _left(reset: Running | None) -> str | None:
+    """What a peer did not give back; None when it ended meanwhile."""
+    if reset is None:
+        return None
+    try:
+        outcome = reset.outcome(20)
+    except TimeoutError as exc:
+        return f"giving back hangs: {exc}"
     if isinstance(outcome.error, PeerDied):
         return None
     return str(outcome.value) if outcome.error is None else repr(outcome.error)

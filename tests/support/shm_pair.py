@@ -26,6 +26,7 @@ from llm_datadist.transports import shm_read
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import PeerEndpoint
 from llm_datadist.transports.shm import ShmChannel, ShmTransport
+from tests.support import other_user
 from tests.support.local_pair import PROOF, Loop, nothing
 from tests.support.memory import PAGE
 from tests.support.world import wait_until
@@ -147,9 +148,9 @@ def endpoint(blob: bytes) -> PeerEndpoint:
 class ShmOwner(OwnerProcess):
     """An owner process that can be read with ``shm``."""
 
-    def __init__(self, argv: Sequence[str] | None = None, **popen: Any) -> None:
+    def __init__(self, as_nobody: bool = False, **popen: Any) -> None:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        super().__init__([*(argv or []), sys.executable, __file__], env=env, **popen)
+        super().__init__([sys.executable, __file__, *(["nobody"] if as_nobody else [])], env=env, **popen)
         self.endpoint = endpoint(base64.b64decode(self.call("endpoint")))
 
     def source(self, extents: Extents) -> Extents:
@@ -196,6 +197,8 @@ def settle(channel: ShmChannel) -> None:
 
 
 def _main() -> None:
+    if "nobody" in sys.argv:
+        other_user.become()
     memory = SharedMemory()
     owned = transport(memory.areas, loop=Loop())
     serve(

@@ -38,6 +38,13 @@ def refusing_address() -> tuple[str, int]:
     return address
 
 
+def unread(port: int) -> int:
+    """Bytes that have arrived at connections of a listening port, and that its process has not read."""
+    with open("/proc/net/tcp") as file:
+        rows = [line.split() for line in file.readlines()[1:]]
+    return sum(int(row[4].split(":")[1], 16) for row in rows if row[1].endswith(f":{port:04X}"))
+
+
 def is_closed_by_peer(sock: socket.socket, within: float) -> bool:
     """Whether the other side closes the connection in time; what it says before does not matter."""
     sock.settimeout(within)

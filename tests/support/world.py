@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_datadist.testing.stopwatch import Stopwatch
 from tests.support.arena import Arena, Piece, arena_of
 from tests.support.memory import FILL, Mapping, pattern
 
@@ -100,10 +101,12 @@ def footprint() -> tuple[int, int]:
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 5.0) -> bool:
-    """Polls until the condition holds; False when it does not within the time."""
-    deadline = time.monotonic() + timeout
+    """Polls until the condition holds; False when it does not within the time that the machine gave."""
+    if condition():
+        return True
+    watch = Stopwatch()
     while not condition():
-        if time.monotonic() > deadline:
+        if not watch.within(timeout):
             return False
         time.sleep(0.005)
     return True

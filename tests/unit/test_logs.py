@@ -44,7 +44,18 @@ def test_records_are_those_of_the_plain_logger(caplog: pytest.LogCaptureFixture)
         "INFO",
         "3 of x",
     )
-    assert Path(record.pathname) == Path(__file__), "whoever called, not the wrapper"
+
+
+@pytest.mark.parametrize("method", ["debug", "info", "warning", "error", "exception", "critical", "log"])
+def test_g20_a_record_names_its_caller(caplog: pytest.LogCaptureFixture, method: str) -> None:
+    quiet, level = get_logger("llm_datadist.of_a_test"), [logging.INFO] if method == "log" else []
+    with caplog.at_level(logging.DEBUG, "llm_datadist.of_a_test"):
+        getattr(quiet, method)(*level, "x", exc_info=False)
+    (record,) = caplog.records
+    assert (Path(record.pathname), record.funcName) == (
+        Path(__file__),
+        "test_g20_a_record_names_its_caller",
+    ), "not the wrapper"
 
 
 def test_all_code_of_the_package_logs_so() -> None:

@@ -5,11 +5,11 @@ Used as ``testing.transports.TransportConformance``, which they include.
 
 from __future__ import annotations
 
-import time
 from typing import Protocol, cast
 
 from llm_datadist._core.segments import Segments
 from llm_datadist.testing.board import PAGE, PROMPT_S, board_of, check_fault, extents, soon
+from llm_datadist.testing.stopwatch import Stopwatch
 from llm_datadist.testing.transports import Pair, TransportConformance
 from llm_datadist.transports.seam import Fault, FaultKind, OneSidedChannel, PartialChannel
 
@@ -34,9 +34,9 @@ class OneSidedConformance(TransportConformance):
         pair.write(base, b"\x07")
         pair.stop()
         try:
-            began = time.monotonic()
+            watch = Stopwatch()
             assert one_sided(pair).read_word(base, deadline=soon()) == 7
-            assert time.monotonic() - began < PROMPT_S
+            assert watch.within(PROMPT_S)
         finally:
             pair.resume()
 

@@ -157,7 +157,10 @@ class OwnerProcess:
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps({"do": do, "args": args}) + "\n")
         self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline() or '{"error": "the owner process has ended"}')
+        line = self._process.stdout.readline()
+        if not line:
+            self.close()  # also where nobody holds it yet: what could not be started leaves nothing behind
+        answer = json.loads(line or '{"error": "the owner process has ended"}')
         if "error" in answer:
             raise RuntimeError(f"owner process, {do}: {answer['error']}")
         return answer["ok"]
@@ -194,7 +197,9 @@ class OwnerProcess:
         self._process.communicate()
 
     def close(self) -> None:
-        """Ends the child and frees its pipes."""
+        """Ends the child and frees its pipes. Idempotent."""
+        if self._process.stdin and self._process.stdin.closed:
+            return
         if self._process.poll() is None:
             self.resume()
         try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 import pytest
 
 from llm_datadist.status import CacheNotExistError, LLMStatusCode
+from llm_datadist.testing.stopwatch import Stopwatch
 from tests.support import actors, leaks
 from tests.support.memory import FILL, Mapping, pattern
 from tests.support.peers import PeerDied
@@ -120,14 +120,14 @@ def test_a_mapping_can_come_back_at_the_same_address() -> None:
 
 
 def test_a_warm_peer_is_used_again(spawn: Spawner) -> None:
-    began = time.monotonic()
+    watch = Stopwatch()
     pid = spawn().pid
     other = Spawner()
     mine = other()
     assert mine.pid != pid
     other.close()
     assert spawn().pid == mine.pid
-    assert time.monotonic() - began < 10
+    assert watch.within(10)
 
 
 class _Unreadable:

@@ -27,6 +27,7 @@ from llm_datadist.transports.local import LocalTransport
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import FaultKind, Progress, TransportUnavailable
 from tests.support.local_pair import PROOF, LocalOwner, Loop, endpoint, nothing, transport
+from tests.support.other_user import needs_root
 from tests.support.raw_owner import SALT, local_name
 
 LATER = float("inf")
@@ -154,13 +155,10 @@ def test_g16_more_handshakes_than_slots(reader: LocalTransport) -> None:
 
 
 @pytest.mark.rule("S.10", "S.18")
+@needs_root
 def test_p2_other_user(owner: LocalOwner) -> None:
     """The reader runs as nobody: the reason names both users and every way out."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root to become another user")
-    text = _reason_elsewhere(
-        owner, "import os; os.setgroups([]); os.setresgid(*[65534] * 3); os.setresuid(*[65534] * 3)"
-    )
+    text = _reason_elsewhere(owner, "from tests.support.other_user import become; become()")
     for part in (
         "process_vm_readv",
         str(owner.pid),

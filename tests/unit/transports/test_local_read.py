@@ -15,6 +15,7 @@ import pytest
 
 from llm_datadist._core.segments import U64, Segments
 from llm_datadist.testing.board import Board, SparseBoard, extents, soon
+from llm_datadist.testing.stopwatch import Stopwatch, Taken
 from llm_datadist.transports import _libc, _one_sided, local_read
 from llm_datadist.transports._waits import Waits
 from llm_datadist.transports.movers import Movers
@@ -114,15 +115,15 @@ def test_another_thread_goes_on_while_bytes_are_copied(monkeypatch: pytest.Monke
 
     ticker = threading.Thread(target=tick)
     ticker.start()
-    began = time.monotonic()
+    watch = Stopwatch()
     with closing(Movers(0)) as movers:
         progress = local_read.LocalRead(local_read.OwnProcess(), movers, plan).wait(deadline=soon())
-    took = time.monotonic() - began
+    took = watch.took()
     over.set()
     ticker.join()
     assert progress.fault is None and destination[-1] == 1
-    gaps = np.diff([began, *(t for t in ticks if t > began), began + took])
-    assert gaps.max() < took / 2, (gaps.max(), took)
+    gaps = np.diff([watch.began, *(t for t in ticks if t > watch.began), watch.began + took.elapsed])
+    assert Taken(gaps.max(), took.stalled).within(took.elapsed / 2), (gaps.max(), took)
 
 
 def test_small_plans_take_one_call_and_no_thread(two: LocalPair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 
 from llm_datadist._core.segments import Segments
 from llm_datadist.testing.board import extents, soon
+from llm_datadist.testing.stopwatch import Stopwatch
 from llm_datadist.transports import shm_memory, shm_owner
 from llm_datadist.transports.seam import Fault, FaultKind, Progress, TransportUnavailable
 from llm_datadist.transports.shm import ShmChannel, ShmTransport
@@ -31,7 +31,7 @@ from tests.support.world import wait_until
 WAIT_S = 10
 UNSHARE = shutil.which("unshare")
 needs_root = pytest.mark.skipif(os.geteuid() != 0 or UNSHARE is None, reason="needs root and unshare")
-NOBODY = "import os; os.setgroups([]); os.setresgid(*[65534] * 3); os.setresuid(*[65534] * 3)"
+NOBODY = "from tests.support.other_user import become; become()"
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_p2_other_user_is_refused_by_the_owner(owner: ShmOwner, slow: bool) -> N
 @needs_root
 @pytest.mark.rule("S.15")
 def test_p2_root_reads_a_user(reader: ShmTransport) -> None:
-    with closing(ShmOwner(["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"])) as owner:
+    with closing(ShmOwner(as_nobody=True)) as owner:
         (base,) = owner.allocate([8], 0)
         channel = opened(reader, owner.endpoint.blob)
         assert channel.covers(extents([base], [(0, 8)])), channel.refusal
@@ -291,15 +291,15 @@ def mapped(name: str) -> list[str]:
 
 def test_t2_an_owner_that_does_not_answer_delays_nobody(area: Shared, reader: ShmTransport) -> None:
     """``open`` waits for nothing, so two control threads may open each other; the first use waits shortly."""
-    began = time.monotonic()
+    watch = Stopwatch()
     with closing(transport([area.area])) as silent:
         channel = reader.open(endpoint(silent.endpoint(PROOF)), deadline=0)
-        assert time.monotonic() - began < shm_memory.ANSWER_S / 2
-        began = time.monotonic()
+        assert watch.within(shm_memory.ANSWER_S / 2)
+        watch = Stopwatch()
         source = extents([area.area.address], [(0, 8)])
         for _ in range(50):
             assert not channel.covers(source)
-        assert time.monotonic() - began < shm_memory.ANSWER_S + 1
+        assert watch.within(shm_memory.ANSWER_S + 1)
         assert "has not sent its memory yet" in channel.refusal
         fault = channel.read(Segments(source, extents([8], [(0, 8)]))).wait(deadline=soon()).fault
         assert fault is not None and fault.kind is FaultKind.CHANNEL and "not sent" in fault.text
@@ -311,8 +311,8 @@ def test_t2_a_late_answer_is_taken(reader: ShmTransport, owner: ShmOwner) -> Non
     owner.stop()
     channel = reader.open(owner.endpoint, deadline=0)
     assert not channel.covers(source)
-    began = time.monotonic()
-    assert not channel.settle(deadline=began + 0.2) and time.monotonic() - began >= 0.2
+    watch = Stopwatch()
+    assert not channel.settle(deadline=watch.began + 0.2) and watch.elapsed >= 0.2
     resumed = threading.Timer(0.05, owner.resume)
     resumed.start()
     assert channel.settle(deadline=soon()), "whoever has nothing else waits for it"

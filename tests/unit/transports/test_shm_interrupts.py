@@ -16,6 +16,7 @@ import pytest
 
 from llm_datadist._core.segments import Extents, Segments
 from llm_datadist.testing.board import extents, soon
+from llm_datadist.testing.stopwatch import Stopwatch
 from llm_datadist.transports import shm_memory
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.shm import ShmChannel, ShmTransport
@@ -126,7 +127,7 @@ def test_a_channel_closed_before_the_answer_leaves_nothing(area: Shared, loop: L
     ):
         fds = len(os.listdir("/proc/self/fd"))
         channel = reader.open(endpoint(silent.endpoint(PROOF)), deadline=0)
-        began, ended = time.monotonic(), list[float]()
+        watch, ended = Stopwatch(), list[float]()
 
         def wait() -> None:
             channel.settle(deadline=time.monotonic() + 60)
@@ -137,4 +138,4 @@ def test_a_channel_closed_before_the_answer_leaves_nothing(area: Shared, loop: L
         assert wait_until(lambda: bool(channel.memory._answered._waiting), WAIT_S)
         channel.close()
         waiting.join()
-        assert ended[0] - began < WAIT_S and len(os.listdir("/proc/self/fd")) == fds
+        assert watch.within(WAIT_S, until=ended[0]) and len(os.listdir("/proc/self/fd")) == fds

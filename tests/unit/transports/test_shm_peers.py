@@ -11,7 +11,6 @@ import signal
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 from llm_datadist.devices.mapping import unmap
 from llm_datadist.devices.shared_memory import create_memfd, seal
 from llm_datadist.testing.board import extents, soon
+from llm_datadist.testing.stopwatch import Stopwatch
 from llm_datadist.transports import shm_memory, shm_owner
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import Fault, FaultKind, TransportUnavailable
@@ -239,10 +239,10 @@ def test_f1_a_child_of_the_owner_does_not_keep_it_alive(reader: ShmTransport) ->
         try:
             assert isinstance(word(channel, base), int)
             owner.kill()
-            began = time.monotonic()
+            watch = Stopwatch()
             fault = word(channel, base)
             assert isinstance(fault, Fault) and fault.kind is FaultKind.PEER_LOST
-            assert time.monotonic() - began < 1
+            assert watch.within(1)
             assert "cannot be met" in reason(reader, owner.endpoint.blob)
         finally:
             os.kill(child, signal.SIGKILL)

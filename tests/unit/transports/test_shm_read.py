@@ -18,6 +18,7 @@ import pytest
 from llm_datadist._core.segments import Segments
 from llm_datadist.testing.board import Runs, extents, soon
 from llm_datadist.testing.owner import Memory
+from llm_datadist.testing.stopwatch import Stopwatch
 from llm_datadist.transports import _libc, shm_copy, shm_read
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import FaultKind, Progress
@@ -374,8 +375,8 @@ def test_another_thread_goes_on_while_units_are_copied(alone: Rig) -> None:
 
     ticker = threading.Thread(target=tick)
     ticker.start()
-    began = time.monotonic()
-    while time.monotonic() - began < 0.5:
+    watch = Stopwatch()
+    while watch.within(0.5):
         assert alone.channel.read(plan).wait(deadline=soon()).fault is None
     over.set()
     ticker.join()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from llm_datadist._core.segments import Segments
+from llm_datadist.testing.stopwatch import Stopwatch
 from llm_datadist.testing.stream_owner import ExtentsSource, Port, encode_extents, first_frame
 from llm_datadist.transports.seam import FaultKind, PeerEndpoint, Progress, TransportUnavailable
 from llm_datadist.transports.tcp import TcpTransport
@@ -75,9 +76,11 @@ def test_a_read_that_finds_no_connection_waits_until_its_deadline(
 ) -> None:
     asked: list[int] = []
     channel = reader.open(PeerEndpoint(1, b"", b"t" * 16, None, asked.append), deadline=0)
-    begin = time.monotonic()
-    progress = channel.read(Segments(b"x", extents_of(memory_of(1, 8, None)))).wait(deadline=begin + 0.2)
-    assert 0.15 < time.monotonic() - begin < 0.7
+    watch = Stopwatch()
+    progress = channel.read(Segments(b"x", extents_of(memory_of(1, 8, None)))).wait(
+        deadline=watch.began + 0.2
+    )
+    assert watch.elapsed >= 0.15 and watch.within(0.7)
     assert progress.fault is not None and progress.fault.kind is FaultKind.TIMEOUT
     assert asked == [1]
 
@@ -86,9 +89,9 @@ def test_the_first_read_after_open_is_prompt(make_rig: MakeRig) -> None:
     source = memory_of(1, 4096, 1)
     for reader_dials in (True, False):
         rig = make_rig(reader_dials=reader_dials)
-        begin = time.monotonic()
+        watch = Stopwatch()
         assert rig.read(extents_of(source), extents_of(memory_of(1, 4096, None))).fault is None
-        assert time.monotonic() - begin < 0.5  # 50 ms on a machine that does nothing else
+        assert watch.within(0.5)  # 50 ms on a machine that does nothing else
 
 
 def test_a_connection_of_an_unknown_link_is_closed(rig: Rig) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from llm_datadist._core.segments import U64, Segments
+from llm_datadist.testing.stopwatch import Stopwatch
 from llm_datadist.transports import tcp_reading, tcp_serving
 from llm_datadist.transports._sockets import NOW_NBYTES, Iovecs
 from llm_datadist.transports.seam import Fault, FaultKind
@@ -266,9 +267,9 @@ def test_an_odd_answer_ends_the_connection(rig: UnitRig, answer: bytes) -> None:
     here = memory_of(1, SIZE, None)
     units = channel.units(HEAD, np.array([here.ctypes.data], np.uint64), SIZE)
     assert units is not None
-    began = time.monotonic()
-    assert not units.read(0, 0, deadline=began + CALL_S, on_cut=lambda _: None)
-    assert time.monotonic() - began < CALL_S / 2, "more was waited for"
+    watch = Stopwatch()
+    assert not units.read(0, 0, deadline=watch.began + CALL_S, on_cut=lambda _: None)
+    assert watch.within(CALL_S / 2), "more was waited for"
     assert not channel.pool.sockets()
     owner.close()
 
@@ -315,9 +316,9 @@ def test_an_owner_that_goes_no_further_is_not_waited_for(rig: UnitRig, sent: byt
     units = channel.units(HEAD, np.array([here.ctypes.data], np.uint64), SIZE)
     assert units is not None
     cuts: list[Any] = []
-    began = time.monotonic()
+    watch = Stopwatch()
     results: list[bool] = []
-    deadline = began + (0.2 if how == "late" else CALL_S)
+    deadline = watch.began + (0.2 if how == "late" else CALL_S)
     read = threading.Thread(
         target=lambda: results.append(units.read(0, 0, deadline=deadline, on_cut=cuts.append))
     )
@@ -330,7 +331,7 @@ def test_an_owner_that_goes_no_further_is_not_waited_for(rig: UnitRig, sent: byt
         channel.close()
     read.join()
     assert results == [False]
-    assert time.monotonic() - began < CALL_S / 2
+    assert watch.within(CALL_S / 2)
     assert not channel.pool.sockets() and cuts[-1] is None
     owner.close()
 
@@ -340,9 +341,9 @@ def test_a_request_that_does_not_go_out_at_once_is_given_up(
 ) -> None:
     """Its owner would wait for the rest, and we for the answer."""
     monkeypatch.setattr(tcp_reading, "send_now", lambda fd, data: os.write(fd, data[:-1]))
-    began = time.monotonic()
+    watch = Stopwatch()
     assert not rig.pull(1, 1)
-    assert time.monotonic() - began < CALL_S / 2 and not rig.sockets
+    assert watch.within(CALL_S / 2) and not rig.sockets
 
 
 def test_a_destination_that_cannot_be_written_is_an_answer(rig: UnitRig) -> None:
