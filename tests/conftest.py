@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -44,6 +45,13 @@ def spawn(_leaves_nothing: None) -> Iterator[pool.Spawner]:
     yield spawner
     left = spawner.close()
     assert not left, "; ".join(left)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _only_what_is_new_is_collected() -> None:
+    """What is loaded by now stays for ever: not to be looked at again after every test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -62,6 +62,8 @@ def ready(w: World) -> None:
         import_module(name)
     dd.LLMDataDist(dd.LLMRole.MIX, 1)
     pattern(0, 0, 8)
+    gc.collect()
+    gc.freeze()  # what stays for ever is not looked at again after every test
     w.baseline = footprint()
 
 

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from llm_datadist.testing.stopwatch import own_wait
+from tests.support import wire
 from tests.support.world import World
 
 PREFIX = "harness-"
@@ -36,7 +37,7 @@ class _Server:
     def _read(self) -> None:
         while True:
             try:
-                request = self._conn.recv()
+                request = wire.receive(self._conn)
             except Exception as exc:
                 if not isinstance(exc, (EOFError, OSError)):
                     traceback.print_exc()  # a request that cannot be read: nobody else would say so
@@ -68,7 +69,7 @@ class _Server:
 
     def _send(self, reply: tuple[Any, ...]) -> None:
         with self._sending:
-            self._conn.send(reply)
+            wire.send(self._conn, reply)
 
 
 if __name__ == "__main__":

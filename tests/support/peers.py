@@ -22,7 +22,7 @@ from typing import Any
 
 from llm_datadist.status import LLMException, LLMStatusCode
 from llm_datadist.testing.stopwatch import Stopwatch, Taken
-from tests.support import stopping
+from tests.support import stopping, wire
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL_TIMEOUT = 40.0
@@ -154,7 +154,7 @@ class Peer:
             number = self._number
             self._waiting[number] = call
             try:
-                self._conn.send((number, on_main, func, args, kwargs))
+                wire.send(self._conn, (number, on_main, func, args, kwargs))
             except OSError as exc:
                 self._waiting.pop(number, None)
                 raise PeerDied(f"peer {self.pid} is gone") from exc
@@ -175,7 +175,7 @@ class Peer:
     def _read(self) -> None:
         while True:
             try:
-                number, value, failure, seconds, waits = self._conn.recv()
+                number, value, failure, seconds, waits = wire.receive(self._conn)
             except (EOFError, OSError):
                 self._fail_waiting()
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 
@@ -139,3 +140,15 @@ def test_a_request_that_cannot_be_read_ends_the_peer(spawn: Spawner) -> None:
     running = spawn().start(_remember, _Unreadable())
     with pytest.raises(PeerDied):
         running.result(5)
+
+
+def test_g20_a_call_that_failed_leaves_no_exported_memory(spawn: Spawner) -> None:
+    """Collected together with its error: what the collector finds wrong then is an error of the test."""
+    peer = spawn()
+    peer.kill()
+    with pytest.raises(PeerDied) as caught:
+        peer.call(_remember, bytes(100))
+    cycle: list[object] = [caught.value]
+    cycle.append(cycle)
+    del caught, cycle
+    gc.collect()
