@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import leaks, pool
+from tests.support import leaks, pool, slow_rule
 
 settings.register_profile(
     "fixed",
@@ -20,6 +20,16 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("fixed")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Before those with the marker are left out, and where whole files were asked for."""
+    if any("::" in arg for arg in config.args) or config.getoption("lf", False):
+        return
+    if found := slow_rule.breaches(items):
+        raise pytest.UsageError(
+            "only `make test-long` would run these (tests/support/slow_rule.py): " + ", ".join(found)
+        )
 
 
 @pytest.fixture(scope="session", autouse=True)
