@@ -47,7 +47,9 @@ class Program:
 
     def end(self) -> str:
         """Closes its input; its last line."""
-        out, err = self._process.communicate(timeout=20)
+        self._in.close()
+        out, err = self._out.read(), self._err.read()  # not ``communicate``: lines may have been read ahead
+        self._process.wait(20)
         assert self._process.returncode == 0, err
         assert "Traceback" not in err, err
         return out.strip().splitlines()[-1]

@@ -47,8 +47,8 @@ class Calls(LayerSynchronizer):
 class Two(Engines):
     """Cluster 1 has four layers of three blocks, each byte its tensor's number; cluster 2 two caches for them."""
 
-    def __init__(self, combo: Combo) -> None:
-        super().__init__(combo.mode, combo.backend, timeout_ms=400)
+    def __init__(self, combo: Combo, timeout_ms: int = 5000) -> None:
+        super().__init__(combo.mode, combo.backend, timeout_ms)
         self.me, self.peer = self.make(1), self.make(2)
         assert self.link(self.me, 2, self.peer) == SUCCESS
         self.memory = self.space(self.me, (8, 3, 64), 0)
@@ -79,6 +79,12 @@ class Two(Engines):
 @pytest.fixture(params=COMBOS, ids=str)
 def two(request: pytest.FixtureRequest) -> Iterator[Two]:
     with Two(request.param) as two:
+        yield two
+
+
+@pytest.fixture(params=COMBOS, ids=str)
+def hasty(request: pytest.FixtureRequest) -> Iterator[Two]:
+    with Two(request.param, timeout_ms=400) as two:
         yield two
 
 
@@ -134,8 +140,8 @@ def test_without_block_lists_block_0_of_a_blocks_cache_is_sent(two: Two) -> None
 
 
 @pytest.mark.rule("6.30", "6.31")
-def test_unregister_waits_for_a_task_of_its_cache_and_then_cuts_it_off(two: Two) -> None:
-    layers = Layers(hold=True)
+def test_unregister_waits_for_a_task_of_its_cache_and_then_cuts_it_off(hasty: Two) -> None:
+    two, layers = hasty, Layers(hold=True)
     task = two.push(layers, two.config(0, range(0, 2), range(0, 2)))
     assert layers.reached.wait(10)
     watch = Stopwatch()

@@ -60,7 +60,7 @@ def test_an_announcement_larger_than_a_message_may_be(monkeypatch: pytest.Monkey
     """Keys whose every number is as long as it gets: 60,000 do not fit into 4 MiB."""
     count = 60_000
     values = np.zeros(count, np.uint8)
-    with Engines("B", "local") as engines:
+    with Engines("B", "local", timeout_ms=30_000) as engines:
         owner, reader = engines.make(1), engines.make(2)
         assert engines.link(reader, 1, owner) == SUCCESS
         keys = [CacheKey(0, 2**63 + i, 2**63) for i in range(count)]

@@ -176,17 +176,20 @@ def test_s4_slots_by_id_and_request_are_seen_at_once(pair: Pair) -> None:
 def test_s5_memory_withdrawn_while_it_is_read(spawn: Spawner, mode: str) -> None:
     with slow_pair(spawn, mode) as pair:
         pair.up_slow()
-        shape = Shape(tensors=2, dim0=10, stride=1 << 20)
+        shape = Shape(tensors=2, dim0=30, stride=1 << 20)  # 6 s
         pair.source(shape=shape)
         pair.source("other", model_id=1)
         pair.destination(shape=shape)
         pair.destination("small")
-        blocks = list(range(10))
+        blocks = list(range(30))
         running = pair.d.start(_timed_pull, blocks)
         assert wait_until(lambda: bool(pair.p.call(actors.busy)))
         actors.pause(0.3)  # in the middle
         watch = Stopwatch()
-        unregistered_at = pair.p.call(_unregister_and_unmap, "src")
+        ending = pair.p.start(_unregister_and_unmap, "src")
+        actors.pause(0.3)
+        pair.full_speed()
+        unregistered_at = ending.result()
         outcome, ended_at = running.result()
         if mode == "A":
             assert outcome == SUCCESS

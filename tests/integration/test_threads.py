@@ -34,11 +34,11 @@ def test_c1_one_slow_peer_holds_up_nobody(spawn: Spawner, mode: str) -> None:
         other = pair.another("d")
         address = pair.listen(other, 3, "d")
         other.call(actors.blocks_cache, "src", seed=5, model_id=0)
-        shape = Shape(tensors=1, dim0=30, stride=MIB)
+        shape = Shape(tensors=1, dim0=60, stride=MIB)  # 6 s
         pair.source(shape=shape)
         pair.destination(shape=shape)
         pair.destination("small")
-        blocks = list(range(30))
+        blocks = list(range(60))
         running = pair.d.start(actors.pull_blocks, of_model(0), "dst", blocks, blocks)
         assert wait_until(lambda: bool(pair.d.call(actors.busy)))
         for step in _other_work(address):
@@ -46,6 +46,7 @@ def test_c1_one_slow_peer_holds_up_nobody(spawn: Spawner, mode: str) -> None:
             outcome.ok()
             assert outcome.took.within(AT_ONCE), step
             assert not running.done(), "the slow pull was over too early to show anything"
+        pair.full_speed()
         running.result()
         pair.blocks_right(blocks, blocks)
         pieces = [([1024], [2048], 1024)]
@@ -284,7 +285,7 @@ def _second_instance(w: World) -> None:
 
 # ---- C4 -------------------------------------------------------------------------------------------
 
-TWO_SECONDS = Shape(tensors=1, dim0=20, stride=MIB)
+SIX_SECONDS = Shape(tensors=1, dim0=60, stride=MIB)
 
 
 @pytest.mark.rule("4.45", "4.46", "4.47")
@@ -302,9 +303,9 @@ TWO_SECONDS = Shape(tensors=1, dim0=20, stride=MIB)
 def test_c4_unlinking_under_a_transfer(spawn: Spawner, mode: str, how: str) -> None:
     with slow_pair(spawn, mode) as pair:
         pair.up_slow()
-        pair.source(shape=TWO_SECONDS)
-        pair.destination(shape=TWO_SECONDS)
-        running = pair.d.start(_pull_and_note_end, list(range(20)))
+        pair.source(shape=SIX_SECONDS)
+        pair.destination(shape=SIX_SECONDS)
+        running = pair.d.start(_pull_and_note_end, list(range(60)))
         assert wait_until(lambda: bool(pair.d.call(actors.busy)))
         actors.pause(0.2)  # in the middle
         {"patient": _patient, "hasty": _hasty, "forced": _forced}[how](pair, running)
@@ -319,11 +320,15 @@ def _pull_and_note_end(w: World, blocks: list[int]) -> tuple[LLMStatusCode, floa
 
 
 def _patient(pair: SlowPair, running: Any) -> None:
-    assert pair.d.call(actors.unlink, [P_ID], 10_000) == (SUCCESS, [SUCCESS])
+    unlinking = pair.d.start(actors.unlink, [P_ID], 30_000)
+    actors.pause(0.2)
+    assert not unlinking.done()
+    pair.full_speed()
+    assert unlinking.result() == (SUCCESS, [SUCCESS])
     unlinked_at = time.monotonic()
     code, ended_at = running.result()
     assert code == SUCCESS and ended_at <= unlinked_at + running.outcome().took.stalled
-    pair.blocks_right(list(range(20)), list(range(20)))
+    pair.blocks_right(list(range(60)), list(range(60)))
     assert wait_until(lambda: pair.p.call(actors.links) == [], AT_ONCE)
 
 
@@ -331,8 +336,9 @@ def _hasty(pair: SlowPair, running: Any) -> None:
     outcome = pair.d.attempt(actors.unlink, [P_ID], 300)
     assert outcome.value == (BUSY, [BUSY])
     assert outcome.elapsed >= 0.24 and outcome.took.within(0.46)
+    pair.full_speed()
     assert running.result()[0] == SUCCESS
-    pair.blocks_right(list(range(20)), list(range(20)))
+    pair.blocks_right(list(range(60)), list(range(60)))
     pair.d.call(actors.check_link, P_ID)
     assert [i for i, _, _ in pair.p.call(actors.links)] == [D_ID]
 

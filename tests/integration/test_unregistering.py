@@ -95,10 +95,10 @@ def test_unregister_waits_for_what_is_being_written_there(spawn: Spawner, mode: 
     """Our own pull, or a peer's push into our cache: the memory may go once unregister has returned."""
     with slow_pair(spawn, mode) as pair:
         pair.up_slow()
-        shape = Shape(tensors=1, dim0=12, stride=MIB)  # 1.2 s
+        shape = Shape(tensors=1, dim0=60, stride=MIB)  # 6 s
         pair.source(shape=shape, seed=SEED)
         pair.destination(shape=shape, model_id=0)
-        every = list(range(12))
+        every = list(range(60))
         moving = (
             pair.d.start(_ended_at, "pull_blocks", of_model(0), "dst", every)
             if what == "pull"
@@ -106,7 +106,11 @@ def test_unregister_waits_for_what_is_being_written_there(spawn: Spawner, mode: 
         )
         assert pair.d.call(_first_byte_arrived)
         watch = Stopwatch()
-        returned_at = pair.d.call(_unregister_and_unmap)
+        ending = pair.d.start(_unregister_and_unmap)
+        actors.pause(0.2)
+        assert not ending.done()
+        pair.full_speed()
+        returned_at = ending.result()
         noted = 0.05 if what == "pull" else 0.5
         assert returned_at >= moving.result() - noted - watch.took().stalled
         assert not pair.d.call(allocated.caches)

@@ -14,6 +14,7 @@ import pytest
 
 _number = itertools.count()
 RATE = ("rate", "80mbit", "burst", "256kb", "latency", "400ms")  # 10 MB/s
+FULL_RATE = ("rate", "80gbit", "burst", "256mb", "latency", "400ms")
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,11 @@ def joined(slow: bool = True, loopback: bool = True) -> Iterator[tuple[Namespace
             _ip("-n", it.name, "addr", "add", f"{it.address}/24", "dev", it.device)
             _ip("-n", it.name, "link", "set", it.device, "up")
             if slow:
-                shape = ["tc", "-n", it.name, "qdisc", "add", "dev", it.device, "root", "tbf", *RATE]
-                subprocess.run(shape, check=True, capture_output=True)
+                shape(it, "add", RATE)
         yield a, b
+
+
+def shape(net: Namespace, what: str, rate: tuple[str, ...]) -> None:
+    """How fast bytes leave this end."""
+    command = ["tc", "-n", net.name, "qdisc", what, "dev", net.device, "root", "tbf", *rate]
+    subprocess.run(command, check=True, capture_output=True)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from tests.support import actors
-from tests.support.netns import Namespace, joined
+from tests.support.netns import FULL_RATE, Namespace, joined, shape
 from tests.support.pair import D_ID, P_ID, Combo, Pair
 from tests.support.peers import Peer
 from tests.support.pool import Spawner
@@ -31,6 +31,11 @@ class SlowPair(Pair):
         values = actors.options(self.combo.mode, "tcp", listen, timeout_ms, **more)
         address: tuple[str, int] = peer.call(actors.up, cluster_id, values)
         return address
+
+    def full_speed(self) -> None:
+        """From now on: what was in the middle, however busy the machine, is over soon."""
+        for net in self.nets.values():
+            shape(net, "change", FULL_RATE)
 
     def another(self, side: str) -> Peer:
         return self.spawn(prefix=self.nets[side].prefix)

@@ -18,7 +18,6 @@ import pytest
 from llm_datadist._core.segments import Segments
 from llm_datadist.testing.board import Runs, extents, soon
 from llm_datadist.testing.owner import Memory
-from llm_datadist.testing.stopwatch import Stopwatch
 from llm_datadist.transports import _libc, shm_copy, shm_read
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import FaultKind, Progress
@@ -365,9 +364,10 @@ def test_copies_end_between_two_steps(alone: Rig, monkeypatch: pytest.MonkeyPatc
 
 
 def test_another_thread_goes_on_while_units_are_copied(alone: Rig) -> None:
+    """In the middle half of a read, that is, and of many of the reads."""
     size, count = 8192, 30 * MIB // 8192
     plan = alone.plan(*scattered(size, count), tensors=1, stride=2 * count * size)
-    over, ticks = threading.Event(), []
+    over, ticks = threading.Event(), [0.0]
 
     def tick() -> None:
         while not over.wait(0.001):
@@ -375,12 +375,20 @@ def test_another_thread_goes_on_while_units_are_copied(alone: Rig) -> None:
 
     ticker = threading.Thread(target=tick)
     ticker.start()
-    watch = Stopwatch()
-    while watch.within(0.5):
-        assert alone.channel.read(plan).wait(deadline=soon()).fault is None
-    over.set()
-    ticker.join()
-    assert len(ticks) > 50, len(ticks)
+    went_on = 0
+    try:
+        for _ in range(400):
+            began = time.monotonic()
+            assert alone.channel.read(plan).wait(deadline=soon()).fault is None
+            quarter = (time.monotonic() - began) / 4
+            went_on += any(began + quarter < at < began + 3 * quarter for at in ticks)
+            ticks.clear()
+            if went_on == 20:
+                break
+    finally:
+        over.set()
+        ticker.join()
+    assert went_on == 20
 
 
 def test_plans_that_this_transport_cannot_read(alone: Rig) -> None:
