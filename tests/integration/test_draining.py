@@ -7,13 +7,11 @@ import signal
 import threading
 import time
 from typing import Any
-from unittest import mock
 
 import pytest
 
 import llm_datadist as dd
 from llm_datadist import LLMStatusCode
-from llm_datadist._engine import draining
 from llm_datadist.testing.stopwatch import Stopwatch
 from tests.support import actors
 from tests.support.pair import D_ID, P_ID, SUCCESS, Combo, Pair, Shape, of_model
@@ -196,16 +194,10 @@ def _end_push(w: World) -> Any:
 def test_a_stopped_peer_costs_no_more_than_the_time(spawn: Spawner) -> None:
     pair = Pair(spawn(), spawn(), Combo("B", "auto")).up()
     with stopped(pair.d.pid):
-        outcome = pair.p.attempt(_drain_and_say, 500)
+        outcome = pair.p.attempt(drain, 500)
     outcome.expect(BUSY, f"cluster {D_ID}")
     assert outcome.took.about(0.5)
     pair.p.call(drain, 2000)
-
-
-def _drain_and_say(w: World, timeout_ms: int) -> None:
-    """The text is there although the machine may be busy when the time is over."""
-    with mock.patch.object(draining, "_GRACE_S", 30.0):
-        drain(w, timeout_ms)
 
 
 def test_a_peer_that_dies_meanwhile_is_not_waited_for(spawn: Spawner) -> None:

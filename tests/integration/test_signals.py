@@ -30,5 +30,5 @@ def test_g13_signals_all_the_time_leave_everything_working(
     )
     taking.result(60)
     assert seen["interrupts"] > 5 * seconds, seen
-    assert caller.call(signals.finalize_timed) < ENDS_S
-    assert owner.call(signals.finalize_timed) < ENDS_S
+    assert caller.attempt(actors.finalize).took.within(ENDS_S)
+    assert owner.attempt(actors.finalize).took.within(ENDS_S)

@@ -146,12 +146,6 @@ def prepare(w: World) -> None:
     )
 
 
-def finalize_timed(w: World) -> float:
-    began = time.monotonic()
-    w.dist.finalize()
-    return time.monotonic() - began
-
-
 def take_notifies(w: World, seconds: float) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from llm_datadist import _waiting
 from llm_datadist._waiting import Changes, Latch
+from llm_datadist.testing.stopwatch import Stopwatch
 from tests.support.world import wait_until
 
 PATIENCE_S = 10.0
@@ -33,9 +33,9 @@ def test_a_latch_lets_all_waiters_go_and_later_ones_at_once() -> None:
 
 
 def test_a_wait_ends_with_its_time() -> None:
-    latch, began = Latch(), time.monotonic()
+    latch, watch = Latch(), Stopwatch()
     assert not latch.wait(0.05) and not latch.wait(0) and not latch.wait(-1)
-    assert 0.05 <= time.monotonic() - began < 5
+    assert watch.elapsed >= 0.05 and watch.within(5)
 
 
 def test_no_race_of_an_opening_with_a_wait_leaves_the_waiter() -> None:
@@ -102,9 +102,9 @@ def test_a_wait_for_a_change_ends_with_its_time_and_leaves_no_ticket() -> None:
     lock = threading.Lock()
     changes = Changes(lock)
     with lock:
-        began = time.monotonic()
+        watch = Stopwatch()
         assert not changes.wait_for(lambda: False, 2.5 * _waiting._LONGEST_S)
-        assert time.monotonic() - began >= 2.5 * _waiting._LONGEST_S
+        assert watch.elapsed >= 2.5 * _waiting._LONGEST_S
         assert changes.wait_for(lambda: True, 0)
     assert not changes._waiting
 
@@ -113,6 +113,6 @@ def test_a_ticket_is_for_the_next_change_after_it_was_taken() -> None:
     changes = Changes(threading.Lock())
     ticket = changes.ticket()
     changes.notify_all()
-    began = time.monotonic()
+    watch = Stopwatch()
     ticket.sleep(PATIENCE_S)  # outside the lock: it is over already
-    assert time.monotonic() - began < _waiting._LONGEST_S / 2
+    assert watch.within(_waiting._LONGEST_S / 2)

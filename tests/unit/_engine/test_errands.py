@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from llm_datadist._engine import errands as module
 from llm_datadist._engine.errands import Call, Desk, Errand, handed_in
 from llm_datadist._waiting import Latch
 from llm_datadist.status import LinkFailedError, OutOfMemoryError
+from llm_datadist.testing.stopwatch import Stopwatch
 from tests.support.world import wait_until
 
 PATIENCE_S = 10.0
@@ -198,10 +198,10 @@ def test_a_caller_with_a_limit_does_not_wait_longer(desk: Desk) -> None:
     def call() -> Errand[bool]:
         return Errand("call", desk, lambda call: latch.wait(PATIENCE_S), (0.05, late))
 
-    began = time.monotonic()
+    watch = Stopwatch()
     with pytest.raises(LinkFailedError) as caught:
         call()
-    assert caught.value is late and time.monotonic() - began < 5
+    assert caught.value is late and watch.within(5)
     latch.open()
 
 
@@ -284,6 +284,6 @@ def test_close_ends_the_threads_and_later_calls_get_their_own() -> None:
 
 
 def test_close_on_one_of_its_threads_does_not_wait_for_that(desk: Desk) -> None:
-    began = time.monotonic()
+    watch = Stopwatch()
     done(desk, lambda call: desk.close(PATIENCE_S))
-    assert time.monotonic() - began < PATIENCE_S / 2
+    assert watch.within(PATIENCE_S / 2)
