@@ -15,6 +15,7 @@ from llm_datadist._core.notices import checked_notice
 from llm_datadist._core.options import Options, parse_options
 from llm_datadist._engine.errands import Call, Desk, Errand, handed_in
 from llm_datadist._logs import get_logger
+from llm_datadist._shortages import named
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.checks import check_isinstance, check_uint64
 from llm_datadist.clusters import Notify
@@ -76,6 +77,7 @@ class LLMDataDist(Links):
             ParamInvalidError: A bad option; names key, value and rule.
             FeatureNotEnabledError: An option that this version does not have.
             LLMException: LLM_FAILED: cannot listen, or another object is initialised in this process.
+            OutOfMemoryError: A pool, a thread, a descriptor or memory is not to be had; nothing is left behind.
             RuntimeError: The object was initialised by the parent of this forked process.
         """
         self._refuse_other_process()
@@ -91,8 +93,9 @@ class LLMDataDist(Links):
             _instances.claim(self, beside_others=parsed.allow_multiple_instances)
             self._pid = os.getpid()
             try:
-                engine = _new_engine(self._role, self._cluster_id, parsed)
-                engine.start()
+                with named(f"LLMDataDist {self._cluster_id} cannot be initialised"):
+                    engine = _new_engine(self._role, self._cluster_id, parsed)
+                    engine.start()
             except BaseException:
                 self._pid = None
                 _instances.release(self)
@@ -194,6 +197,7 @@ class LLMDataDist(Links):
             ValueError: Outside int32.
             ParamInvalidError: Not positive.
             LinkBusyError: Transfers are in flight after that time; the text says which.
+            OutOfMemoryError: No thread can be started; nothing has changed.
         """
         engine = self._live()
         return engine.drain(checked_timeout("timeout_ms", timeout_ms))

@@ -12,7 +12,7 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = "llm_datadist"
 
 VOCABULARY = {
-    "_logs", "_waiting",
+    "_logs", "_waiting", "_shortages", "_accepting",
     "status", "data_type", "checks", "enums", "keys", "caches", "clusters", "layerwise", "tasks", "notify", "infos",
 }  # fmt: skip
 FACADE = {"datadist", "links", "cache_manager", "transfers", "transfer_requests", "config"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -85,6 +86,26 @@ def cannot_pass(stage: Stage) -> str:
     return _pull_fails(lambda giver: None)
 
 
+@forces("the owner of the memory cannot watch another connection: {}")
+def cannot_watch(stage: Stage) -> str:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return _pull_fails(lambda giver: setattr(giver, "_adopt_reader", fail))
+
+
+@forces("no local socket can be opened: {}")
+def no_socket(stage: Stage) -> str:
+    begin = socket.socket.__init__
+
+    def fail(sock: socket.socket, family: int = -1, *args: Any, **named: Any) -> None:
+        if family == socket.AF_UNIX:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        begin(sock, family, *args, **named)
+
+    return _pull_fails(lambda giver: stage.patch.setattr(socket.socket, "__init__", fail))
+
+
 @forces("the peer closed the connection without an answer")
 def no_answer(stage: Stage) -> str:
     stage.patch.setattr(shm_owner.Giver, "welcome", lambda _, sock: sock.close())
@@ -111,7 +132,10 @@ def broken(stage: Stage) -> str:
     return _pull_fails(lambda giver: None)
 
 
-@forces("the peer sent {} areas of {}; is this process out of descriptors?")
+@forces(
+    "the peer sent {} areas of {}; is this process out of descriptors? Raise the limit (RLIMIT_NOFILE, ulimit -n), "
+    "then link again"
+)
 def too_few(stage: Stage) -> str:
     return _pull_fails(lambda giver: setattr(giver, "_descriptors", giver._descriptors[:-1]))
 

@@ -73,6 +73,9 @@ class Notes:
     def on_down(self, link: Link, reason: str) -> None:
         self._note(lambda: self.downs.append((link, reason)))
 
+    def refuse_data_socket(self, sock: socket.socket, hello: DataHello, reason: str) -> None:
+        pass
+
     def on_data_socket(self, sock: socket.socket, hello: DataHello, leftover: bytes) -> None:
         self._note(lambda: self.data.append((sock, hello, leftover)))
 

@@ -73,7 +73,8 @@ class Engine:
     def __init__(self, role: LLMRole, cluster_id: int, options: Options) -> None:
         self._options = options
         self._instance = secrets.token_bytes(_TOKEN_NBYTES)
-        state = self._state = State(cluster_id, options, CAPS)
+        self._movers = Movers(_helpers(options.transfer_threads))
+        state = self._state = State(cluster_id, options, CAPS)  # from here on there is memory to give back
         state.find_sibling = _find_sibling
         self._catalog = Catalog(state)
         self._initiator = Initiator(state)
@@ -90,16 +91,16 @@ class Engine:
         self._notifications = Notifications(state, queue, self._endings)
         self._receiver = Receiver(state, self._endings)
         self._background = Background(state)
-        self._movers = Movers(_helpers(options.transfer_threads))
         self._copier = Copier(state, self._movers)
         self._transports = TransportSet(state, self._movers, self._responder)
         self._role = role
 
     def start(self) -> None:
-        """Binds the listener and starts the control thread.
+        """Binds the listener and starts the control thread; when it has raised, nothing is left of it.
 
         Raises:
-            LLMException: LLM_FAILED, the listener cannot bind.
+            LLMException: LLM_FAILED: the listener cannot bind. LLM_OUT_OF_MEMORY: threads, descriptors or memory.
+            OSError: As the system reports it.
         """
         state, options = self._state, self._options
         handler = Handler(
@@ -135,10 +136,12 @@ class Engine:
             state.desk.open()
             state.pools.open()
             state.writability.open()
+            state.links.open()
             self._transports.open()
             state.links.start()
         except BaseException:
             self._close_parts("init failed")
+            state.slab.discard()
             raise
         _living[self._instance] = self
 

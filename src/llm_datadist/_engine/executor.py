@@ -19,6 +19,7 @@ from llm_datadist._engine import codec
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.state import Peer
 from llm_datadist._engine.ways import Way, way_for
+from llm_datadist._shortages import reason_of
 from llm_datadist.status import LLMStatusCode, ParamInvalidError
 from llm_datadist.transports.seam import Fault, FaultKind, OneSidedChannel
 
@@ -90,6 +91,9 @@ def move(peer: Peer, wanted: Wanted, destination: Extents, deadline: float, flig
             raise
         # A lease ends with the time of its pull: what ends for want of time is not called withdrawn.
         raise MoveError(Fault(FaultKind.TIMEOUT, str(exc)), 0) from exc
+    except MemoryError as exc:
+        fault = Fault(FaultKind.REFUSED, reason_of(exc), LLMStatusCode.LLM_OUT_OF_MEMORY, exc)
+        raise MoveError(fault, 0) from exc
     finally:
         flight.reads = 0
 

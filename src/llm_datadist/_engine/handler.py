@@ -155,6 +155,11 @@ class Handler:
         """A data connection came in."""
         self._transports.stream.adopt(sock, hello.link_token, hello.dialler_reads, leftover)
 
+    def refuse_data_socket(self, sock: DataSocket, hello: DataHello, reason: str) -> None:
+        """There is no descriptor for a data connection: its reader is told."""
+        if hello.dialler_reads:
+            self._transports.stream.refuse(sock, hello.link_token, reason)
+
     # ---- messages ----------------------------------------------------------------------------------------------
 
     def on_message(self, link: Link, frame: Frame) -> None:

@@ -7,6 +7,7 @@ connection; the peer marks its side as unlinked and sees it go.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -18,9 +19,17 @@ from llm_datadist._engine.state import Peer, State, describe, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._link.seam import Address, Target
 from llm_datadist._logs import get_logger
+from llm_datadist._shortages import start_thread
 from llm_datadist._wire.messages import Done, Unlink
 from llm_datadist.clusters import LinkInfo
-from llm_datadist.status import LinkFailedError, LLMException, LLMStatusCode, TransferTimeoutError, code_of
+from llm_datadist.status import (
+    LinkFailedError,
+    LLMException,
+    LLMStatusCode,
+    OutOfMemoryError,
+    TransferTimeoutError,
+    code_of,
+)
 
 _LOG = get_logger("llm_datadist.link")
 _LINKED = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
@@ -222,11 +231,9 @@ def _in_parallel(cluster_ids: Sequence[int], one: Callable[[int], LLMStatusCode]
 
     others: list[threading.Thread] = []
     left = deque(range(len(cluster_ids)))
-    with suppress(RuntimeError):  # the system has no thread left: one after the other, here
+    with suppress(OutOfMemoryError):  # the system has no thread left: one after the other, here
         while len(left) > 1:
-            thread = threading.Thread(target=at, args=(left[-1],), daemon=True)
-            thread.start()
-            others.append(thread)
+            others.append(start_thread(functools.partial(at, left[-1]), "llm-datadist-unlink"))
             left.pop()
     for index in left:
         at(index)

@@ -11,6 +11,7 @@ from llm_datadist._core.layout import Layout
 from llm_datadist._core.pool import PagePool
 from llm_datadist._core.pool_config import PoolConfig
 from llm_datadist._core.segments import U64
+from llm_datadist._shortages import hint_of
 from llm_datadist.devices.pool_memory import PoolMemory
 from llm_datadist.devices.shared_memory import SharedArea
 from llm_datadist.enums import Placement
@@ -59,8 +60,9 @@ class Pools:
                 memory = PoolMemory(pages * page_nbytes, page_nbytes)
             except (MemoryError, OSError) as exc:
                 self.close()
+                advice = (isinstance(exc, OSError) and hint_of(exc.errno)) or "ask for less"
                 raise OutOfMemoryError(
-                    f"the pool of {_PROPERTY[placement]} cannot be had: {exc}; ask for less"
+                    f"the pool of {_PROPERTY[placement]} cannot be had: {exc}; {advice}"
                 ) from exc
             self._pools[placement] = _Pool(memory, PagePool(pages), page_nbytes)
 

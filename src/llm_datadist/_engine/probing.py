@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -16,8 +16,16 @@ from llm_datadist._engine.state import Peer
 from llm_datadist._engine.transport_set import CAPS, WORDS, TransportSet
 from llm_datadist._engine.ways import Way
 from llm_datadist._logs import get_logger
+from llm_datadist._shortages import reason_of
 from llm_datadist._wire.messages import Identity
-from llm_datadist.transports.seam import PeerEndpoint, StreamChannel, TransportUnavailable, WordChannel
+from llm_datadist.transports.seam import (
+    Channel,
+    PeerEndpoint,
+    StreamChannel,
+    Transport,
+    TransportUnavailable,
+    WordChannel,
+)
 
 _LOG = get_logger("llm_datadist.link")
 _PROBE_S = 1.0  # for Transport.open in a handshake; on one host it takes microseconds
@@ -43,16 +51,21 @@ class Probing:
     endpoint: Callable[[str], PeerEndpoint]
     _ways: list[Way] = field(default_factory=list)
     _refusals: dict[str, str] = field(default_factory=dict)
+    _undo: ExitStack = field(default_factory=ExitStack)
 
     def run(self) -> tuple[Choice, Peer | None]:
         """What was chosen, and the peer with the ways to it unless there is none."""
+        with ExitStack() as self._undo:
+            choice, peer = self._run()
+            if peer is not None:
+                self._undo.pop_all()
+        return choice, peer
+
+    def _run(self) -> tuple[Choice, Peer | None]:
         self._open_ways()
         serving = self._open_stream()
         choice = self._choose()
         if not choice.names:
-            for channel in (*(way.channel for way in self._ways), serving):
-                if channel is not None:
-                    channel.close()
             return choice, None
         if self._refusals:
             _LOG.info(
@@ -72,10 +85,8 @@ class Probing:
                 return
             if name not in self.offered:
                 continue
-            try:
-                channel = opened[name].open(self.endpoint(name), deadline=_soon())
-            except TransportUnavailable as exc:
-                self._refusals[name] = str(exc)
+            channel = self._open(opened[name], name)
+            if channel is None:
                 continue
             self._ways.append(Way.of(opened[name], channel))
             if name not in _PARTIAL:
@@ -86,11 +97,20 @@ class Probing:
         stream = self.transports.stream
         if stream.name not in self.transports.opened or stream.name not in self.offered:
             return None
+        return cast("StreamChannel | None", self._open(stream, stream.name))
+
+    def _open(self, transport: Transport, endpoint: str) -> Channel | None:
+        """One channel, closed again if nothing comes of it all; None, with the reason noted, if it cannot be had."""
         try:
-            return stream.open(self.endpoint(stream.name), deadline=_soon())
+            channel = transport.open(self.endpoint(endpoint), deadline=_soon())
         except TransportUnavailable as exc:
-            self._refusals[stream.name] = str(exc)
-            return None
+            self._refusals[endpoint] = str(exc)
+        except (OSError, MemoryError) as exc:
+            self._refusals[endpoint] = f"it cannot be opened: {reason_of(exc)}"
+        else:
+            self._undo.callback(channel.close)
+            return channel
+        return None
 
     def _choose(self) -> Choice:
         missing = self.transports.missing
@@ -111,9 +131,7 @@ class Probing:
             return None
         if self._ways[0].name == self.transports.words.name:
             return cast(WordChannel, self._ways[0].channel)
-        with suppress(TransportUnavailable):
-            return self.transports.words.open(self.endpoint(WORDS), deadline=_soon())
-        return None
+        return cast("WordChannel | None", self._open(self.transports.words, WORDS))
 
 
 def _soon() -> float:

@@ -195,7 +195,10 @@ class State:
     def new_word(self) -> GenerationWord:
         """A word with a random value; zero is what cleared and fresh memory holds, so never that."""
         value = secrets.randbits(64) | 1
-        return GenerationWord(self.slab.allocate(value), value)
+        try:
+            return GenerationWord(self.slab.allocate(value), value)
+        except MemoryError as exc:
+            raise OutOfMemoryError(str(exc)) from exc
 
     def clear_word(self, word: GenerationWord) -> None:
         """Readers that compare it from now on see that it has changed."""

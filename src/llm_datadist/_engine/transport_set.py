@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
 from llm_datadist._core.selection import AUTO
 from llm_datadist._engine.state import State
 from llm_datadist._logs import get_logger
+from llm_datadist._shortages import failure_of, is_shortage, reason_of
 from llm_datadist._wire.framing import encode
 from llm_datadist._wire.messages import PROTOCOL_VERSION, DataHello
 from llm_datadist.devices.shared_memory import NotSharable
@@ -53,10 +56,7 @@ class TransportSet:
         if self._wants(ShmTransport) or self._wants(LocalTransport):
             self._open_shm()
         if self._wants(LocalTransport):
-            links, options = self._state.links, self._state.options
-            self.opened[LocalTransport.name] = LocalTransport(
-                self._movers, links.add_reader, links.remove_reader, options.allow_ptrace, secrets.token_bytes
-            )
+            self._open_local()
         self._open_nixl()
         if self._wants(TcpTransport):
             self.opened[TcpTransport.name] = self.stream
@@ -107,32 +107,51 @@ class TransportSet:
         """Without a pool there is nothing that a peer would read by ``shm``."""
         return name != ShmTransport.name or bool(self._state.pools.areas) or not self._wants(LocalTransport)
 
-    def _open_shm(self) -> None:
-        state = self._state
+    @contextmanager
+    def _or_without(self, kind: type[Transport]) -> Iterator[None]:
+        """The engine does without one that this system does not have; the reason is noted.
+
+        Raises:
+            OutOfMemoryError: Something is short now: with it there would be that transport, a moment later.
+        """
         try:
+            yield
+        except (TransportUnavailable, NotSharable) as exc:
+            self.missing[kind.name] = str(exc)
+        except OSError as exc:
+            if is_shortage(exc):
+                raise failure_of(f"transport {kind.name} cannot be opened", exc) from exc
+            self.missing[kind.name] = f"this system does not let it be opened: {reason_of(exc)}"
+
+    def _open_local(self) -> None:
+        links, options = self._state.links, self._state.options
+        with self._or_without(LocalTransport):
+            self.opened[LocalTransport.name] = LocalTransport(
+                self._movers, links.add_reader, links.remove_reader, options.allow_ptrace, secrets.token_bytes
+            )
+
+    def _open_shm(self) -> None:
+        state, links = self._state, self._state.links
+        with self._or_without(ShmTransport):
             areas = (state.slab.area, *state.pools.areas)
-        except NotSharable as exc:
-            self.missing[ShmTransport.name] = str(exc)
-            return
-        links = state.links
-        self.words = ShmTransport(
-            areas, self._movers, links.add_reader, links.remove_reader, secrets.token_bytes
-        )
-        if self._wants(ShmTransport):
-            self.opened[ShmTransport.name] = self.words
+            self.words = ShmTransport(
+                areas, self._movers, links.add_reader, links.remove_reader, secrets.token_bytes
+            )
+            if self._wants(ShmTransport):
+                self.opened[ShmTransport.name] = self.words
 
     def _open_nixl(self) -> None:
         """What is registered before the endpoint is asked for needs no token: words and pools."""
         state = self._state
         if not self._wants(NixlTransport):
             return
-        try:
+        with self._or_without(NixlTransport):
             if state.options.backend == AUTO:
                 check_worth_it()
-            transport = NixlTransport(secrets.token_bytes)
-        except TransportUnavailable as exc:
-            self.missing[NixlTransport.name] = str(exc)
-            return
+            self._use_nixl(NixlTransport(secrets.token_bytes))
+
+    def _use_nixl(self, transport: NixlTransport) -> None:
+        state = self._state
         self.opened[NixlTransport.name] = transport
         state.regions.use(transport)
         address, nbytes = state.slab.bounds

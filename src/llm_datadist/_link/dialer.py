@@ -6,17 +6,19 @@ which only hand their result over.
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - getaddrinfo loads it, and Python never again if there is no descriptor then
 import errno
 import os
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from llm_datadist._link.loop import ControlLoop, TimerHandle
 from llm_datadist._link.seam import Address
+from llm_datadist._shortages import hint_of, reason_of, start_thread
+from llm_datadist.status import OutOfMemoryError
 
 NEXT_ADDRESS_S = 1.0  # after which the next address of a name is tried; the last one has all the time left
 
@@ -67,7 +69,10 @@ class Connector:
         try:
             found = resolve(self._address, literal=True)
         except (OSError, UnicodeError):
-            threading.Thread(target=self._resolve, name="llm-datadist-resolve", daemon=True).start()
+            try:
+                start_thread(self._resolve, "llm-datadist-resolve")
+            except OutOfMemoryError as error:
+                self._finish(None, f"cannot resolve {self._address.host!r}: {error}")
             return
         self._on_resolved(found, "")
 
@@ -80,8 +85,7 @@ class Connector:
         try:
             found, reason = resolve(self._address), ""
         except (OSError, UnicodeError) as error:
-            why = getattr(error, "strerror", None) or error
-            found, reason = [], f"cannot resolve {self._address.host!r}: {why}"
+            found, reason = [], f"cannot resolve {self._address.host!r}: {reason_of(error)}"
         self._loop.call_soon(lambda: self._on_resolved(found, reason))
 
     def _on_resolved(self, candidates: list[Candidate], reason: str) -> None:
@@ -102,13 +106,14 @@ class Connector:
             self._sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             prepare_socket(self._sock)
             code = self._sock.connect_ex(sockaddr)
+            if code in (0, errno.EINPROGRESS):
+                watched = selectors.EVENT_WRITE
+                self._loop.register(self._sock, watched, lambda events: self._on_ready(sockaddr))
         except OSError as error:
-            self._drop()
-            return error.errno or errno.EIO
+            code = error.errno or errno.EIO
         if code not in (0, errno.EINPROGRESS):
             self._drop()
             return code
-        self._loop.register(self._sock, selectors.EVENT_WRITE, lambda events: self._on_ready(sockaddr))
         if self._candidates:
             self._timer = self._loop.call_at(
                 time.monotonic() + NEXT_ADDRESS_S, lambda: self._failed(f"{numeric(sockaddr)}: no answer")
@@ -156,8 +161,10 @@ class Connector:
 
 def _why(sockaddr: SockAddr, code: int) -> str:
     """Why an address cannot be reached, and what to do if that is in the caller's hands."""
-    hint = "; nobody listens there: check address and port, or start the peer first"
-    return f"{numeric(sockaddr)}: {os.strerror(code)}{hint if code == errno.ECONNREFUSED else ''}"
+    hint = hint_of(code)
+    if code == errno.ECONNREFUSED:
+        hint = "nobody listens there: check address and port, or start the peer first"
+    return f"{numeric(sockaddr)}: {os.strerror(code)}{hint and '; '}{hint}"
 
 
 def _is_own_echo(sock: socket.socket) -> bool:

@@ -14,6 +14,7 @@ from llm_datadist._link.link import Link
 from llm_datadist._link.loop import ControlLoop, TimerHandle
 from llm_datadist._link.seam import Address, Target
 from llm_datadist._logs import get_logger
+from llm_datadist._shortages import reason_of
 from llm_datadist._wire.proofs import Ends
 from llm_datadist.status import LLMStatusCode
 
@@ -139,11 +140,10 @@ class Dials:
             return
         try:
             address, ends = numeric(sock.getpeername()), ends_of(sock)
+            dial.conn = self._open_connection(sock, address, ends, ticket, dial)
         except OSError as error:
             sock.close()
-            self.failed(ticket, str(error.strerror or error))
-            return
-        dial.conn = self._open_connection(sock, address, ends, ticket, dial)
+            self.failed(ticket, reason_of(error))
 
     def failed(self, ticket: int, reason: str) -> None:
         """An attempt came to nothing."""

@@ -76,13 +76,8 @@ class LinkDriver:
     # ---- from the service --------------------------------------------------------------------------
 
     def accept(self, sock: socket.socket, peer_address: str) -> None:
-        """A connection came in."""
-        try:
-            ends = ends_of(sock)
-        except OSError:  # it has gone again
-            sock.close()
-            return
-        self._open(sock, ends, s.Session(self.mine, time.monotonic()), peer_address)
+        """A connection came in. Raises OSError: it has gone again, or cannot be watched."""
+        self._open(sock, ends_of(sock), s.Session(self.mine, time.monotonic()), peer_address)
 
     def _open_dialled(
         self, sock: socket.socket, address: Address, ends: Ends, ticket: int, dial: Dial
@@ -114,7 +109,13 @@ class LinkDriver:
         self._conns[conn.number] = conn
         if challenge:
             self._handshakes.dial(conn, challenge)
-        conn.open()
+        try:
+            conn.open()
+        except OSError:  # the system cannot watch another socket: it stays its caller's
+            del self._conns[conn.number]
+            self._handshakes.drop(conn)
+            conn.detach()
+            raise
         return conn
 
     def drop(self, link: Link, reason: str, *, tell: bool) -> None:

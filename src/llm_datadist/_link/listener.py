@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import selectors
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from llm_datadist._accepting import Accepting
 from llm_datadist._link.dialer import Candidate, SockAddr, numeric, prepare_socket, resolve
 from llm_datadist._link.loop import ControlLoop
 from llm_datadist._link.seam import Address
-from llm_datadist._logs import get_logger
+from llm_datadist._shortages import is_shortage, reason_of
+from llm_datadist._wire.framing import HANDSHAKE_FRAME_LIMIT, Decoder, ProtocolError, encode
+from llm_datadist._wire.messages import DataHello, Hello, Refused
 from llm_datadist.status import LLMException, LLMStatusCode
 
 BACKLOG = 512  # peers that dial while this process is held up; the system may cap it
-ACCEPTS_PER_TURN = 64
-PAUSE_S = 0.1  # when descriptors have run out: the connection waits in the backlog meanwhile
-
-_log = get_logger("llm_datadist.link")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ def find_place(address: Address) -> Place:
     try:
         candidates = resolve(Address(address.host or "0.0.0.0", address.port), passive=True)
     except (OSError, UnicodeError) as error:
-        raise _cannot_listen(address, error) from error
+        raise cannot_listen(address, error) from error
     return Place(address, tuple(sorted(candidates, key=lambda candidate: candidate[0] != socket.AF_INET)))
 
 
@@ -54,15 +53,17 @@ def bind(place: Place) -> socket.socket:
             return _listen(family, sockaddr)
         except OSError as error:
             failure = failure or error
-    raise _cannot_listen(place.address, failure) from failure
+            if is_shortage(error):
+                break
+    raise cannot_listen(place.address, failure) from failure
 
 
-def _cannot_listen(address: Address, error: Exception | None) -> LLMException:
-    reason = getattr(error, "strerror", None) or error or "it has no address"
-    return LLMException(
-        f"cannot listen on {address}: {reason}; choose a local address and a free port (0 = any)",
-        status_code=LLMStatusCode.LLM_FAILED,
-    )
+def cannot_listen(address: Address, error: Exception | None) -> LLMException:
+    """The exception for a port that is not to be had."""
+    reason = "it has no address" if error is None else reason_of(error)
+    if error is None or not is_shortage(error):
+        reason += "; choose a local address and a free port (0 = any)"
+    return LLMException(f"cannot listen on {address}: {reason}", status_code=LLMStatusCode.LLM_FAILED)
 
 
 def _listen(family: int, sockaddr: SockAddr) -> socket.socket:
@@ -81,52 +82,70 @@ def _listen(family: int, sockaddr: SockAddr) -> socket.socket:
 
 
 class Listener:
-    """Accepts connections on a bound socket."""
+    """Accepts connections on a bound socket, which it takes over.
+
+    Raises:
+        OSError: There is no descriptor to spare.
+    """
 
     def __init__(
-        self, loop: ControlLoop, sock: socket.socket, on_accept: Callable[[socket.socket, str], None]
+        self,
+        loop: ControlLoop,
+        sock: socket.socket,
+        on_accept: Callable[[socket.socket, str], None],
+        refuse_data: Callable[[socket.socket, DataHello, str], None],
     ) -> None:
         self._loop = loop
         self._sock = sock
         self._on_accept = on_accept
-        self._warned = False
+        self._refuse_data = refuse_data
         self.address = numeric(sock.getsockname())
+        self._accepting = Accepting(sock, str(self.address), self._take, self._refuse)
 
     def open(self) -> None:
-        """Begins to accept."""
-        if self._sock.fileno() >= 0:
-            self._loop.register(self._sock, selectors.EVENT_READ, self._on_ready)
+        """Begins to accept.
+
+        Raises:
+            OSError: The system cannot watch another socket.
+        """
+        self._loop.register(self._sock, selectors.EVENT_READ, self._on_ready)
 
     def _on_ready(self, events: int) -> None:
-        for _ in range(ACCEPTS_PER_TURN):
-            try:
-                sock, peer = self._sock.accept()
-            except (BlockingIOError, InterruptedError):
-                return
-            except ConnectionError:
-                continue  # gone before it was accepted
-            except OSError as error:
-                self._pause(error)
-                return
-            try:
-                prepare_socket(sock)
-            except OSError:
-                sock.close()
-                continue
-            self._on_accept(sock, str(numeric(peer)))
+        pause_s = self._accepting.run()
+        if pause_s:
+            self._loop.rest(self._sock, pause_s)
 
-    def _pause(self, error: OSError) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning("cannot accept on %s: %s; trying on", self.address, error.strerror or error)
-        self._loop.unregister(self._sock)
-        self._loop.call_at(time.monotonic() + PAUSE_S, self.open)
+    def _take(self, sock: socket.socket, peer: Any) -> None:
+        try:
+            prepare_socket(sock)
+            address = str(numeric(peer))
+        except OSError:  # reset already
+            sock.close()
+            return
+        self._on_accept(sock, address)
+
+    def _refuse(self, sock: socket.socket, reason: str) -> None:
+        """Answers whoever has said what the connection is for."""
+        sock.setblocking(False)
+        decoder = Decoder()
+        decoder.push(sock.recv(HANDSHAKE_FRAME_LIMIT))
+        try:
+            frame = decoder.take()
+        except ProtocolError:
+            return
+        match frame and frame.message:
+            case Hello():
+                text = f"it cannot take another connection: {reason}"
+                sock.send(b"".join(encode(Refused(code=LLMStatusCode.LLM_LINK_FAILED, text=text))))
+            case DataHello() as hello:
+                self._refuse_data(sock, hello, reason)
 
     def close(self) -> None:
         """Ends listening; connections not accepted yet are refused by the system. Idempotent."""
         self._loop.unregister(self._sock)
-        self._sock.close()
+        self.close_after_fork()
 
     def close_after_fork(self) -> None:
-        """In a forked child: closes the descriptor."""
+        """In a forked child: closes the descriptors."""
         self._sock.close()
+        self._accepting.close()

@@ -7,14 +7,17 @@ Control thread only (or before it is started), but for ``main`` and ``first``.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llm_datadist._link.listener import Listener, Place, bind, find_place
+from llm_datadist._link.listener import Listener, Place, bind, cannot_listen, find_place
 from llm_datadist._link.loop import ControlLoop
 from llm_datadist._link.seam import Address
+from llm_datadist._shortages import is_shortage
+from llm_datadist._wire.messages import DataHello
 from llm_datadist.status import LLMException
 
 _ANY_IPV4, _ANY_IPV6 = "0.0.0.0", "::"
@@ -40,11 +43,23 @@ class Held:
 
 
 class Listeners:
-    """The ports of one LinkService. ``on_accept``: gets each connection and the peer's address."""
+    """The ports of one LinkService.
 
-    def __init__(self, loop: ControlLoop, on_accept: Callable[[socket.socket, str], None]) -> None:
+    Args:
+        loop: The control thread.
+        on_accept: Gets each connection and the peer's address.
+        refuse_data: Answers a data connection that cannot be taken.
+    """
+
+    def __init__(
+        self,
+        loop: ControlLoop,
+        on_accept: Callable[[socket.socket, str], None],
+        refuse_data: Callable[[socket.socket, DataHello, str], None],
+    ) -> None:
         self._loop = loop
         self._on_accept = on_accept
+        self._refuse_data = refuse_data
         self._ports: list[_Port] = []
         self._main: _Port | None = None
         self._wanted: Address | None = None  # what ``listen_on`` was asked for last
@@ -89,7 +104,7 @@ class Listeners:
         """Listens on those of the candidates, IP addresses, that are local.
 
         Raises:
-            LLMException: LLM_FAILED: some are local, but none of them can be bound.
+            LLMException: LLM_FAILED: some are local, but none of them can be bound; or there are no descriptors.
         """
         taken: list[_Port] = []
         failure: LLMException | None = None
@@ -97,6 +112,9 @@ class Listeners:
             try:
                 taken.append(self._take(find_place(address)))
             except LLMException as error:
+                if error.__cause__ is not None and is_shortage(error.__cause__):
+                    self.release(Held(tuple(taken)))
+                    raise
                 if not _is_elsewhere(error):
                     failure = failure or error
         if failure is not None and not taken:
@@ -124,10 +142,21 @@ class Listeners:
             if _covers(port.listener.address, place.address):
                 port.users += 1
                 return port
-        port = _Port(Listener(self._loop, bind(place), self._on_accept))
-        port.listener.open()
+        port = _Port(self._open(place))
         self._ports.append(port)
         return port
+
+    def _open(self, place: Place) -> Listener:
+        with contextlib.ExitStack() as undo:
+            sock = undo.enter_context(bind(place))
+            try:
+                listener = Listener(self._loop, sock, self._on_accept, self._refuse_data)
+                undo.callback(listener.close)
+                listener.open()
+            except OSError as error:
+                raise cannot_listen(place.address, error) from error
+            undo.pop_all()
+        return listener
 
     def _let_go(self, port: _Port | None) -> None:
         if port is None or port not in self._ports:

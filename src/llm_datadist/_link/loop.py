@@ -10,6 +10,7 @@ before ``start``).
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import os
@@ -21,9 +22,10 @@ from collections import deque
 from collections.abc import Callable
 
 from llm_datadist._logs import get_logger
+from llm_datadist._shortages import start_thread
 
 LATE_S = 0.25  # a turn that comes later than this was held up: by a stop, by the GIL, by the machine
-ERROR_PAUSE_S = 0.05  # between turns when the selector itself fails, so that a fault is not a spin
+ERROR_PAUSE_S = 0.05  # for a socket whose callback failed, and for a selector, so that a fault is not a spin
 MIN_PURGE = 64  # cancelled timers that may stay in the heap before it is rebuilt
 
 _log = get_logger("llm_datadist.link")
@@ -76,32 +78,52 @@ class ControlLoop:
         self._woken = False
         self._ending = False
         self._closed = True
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._thread_id = 0
+        self._resting: dict[socket.socket, TimerHandle] = {}
         self.polled_at = 0.0
         self.before_wait: Callable[[], None] = lambda: None
         self.on_late: Callable[[float], None] = lambda seconds: None
 
     def open(self) -> None:
-        """Takes its descriptors; then sockets can be registered."""
-        self._selector = selectors.DefaultSelector()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._on_wake)
+        """Takes its descriptors; then sockets can be registered.
+
+        Raises:
+            OSError: There are none; it holds nothing.
+        """
+        with contextlib.ExitStack() as undo:
+            self._selector = selectors.DefaultSelector()
+            undo.callback(self._selector.close)
+            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._wake_fd)
+            self._selector.register(self._wake_fd, selectors.EVENT_READ, self._on_wake)
+            undo.pop_all()
         self._closed = False
 
     # ---- any thread --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        """Starts the thread.
+
+        Raises:
+            OutOfMemoryError: There is none; it is still to be started, or stopped.
+        """
+        self._thread = start_thread(self._run, self._name)
 
     @property
     def started(self) -> bool:
         """Whether the thread has been started."""
-        return self._thread.ident is not None
+        return self._thread is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds descriptors."""
+        return not self._closed
 
     def on_thread(self) -> bool:
         """Whether the caller is the control thread."""
-        return threading.get_ident() == self._thread.ident
+        return threading.get_ident() == self._thread_id
 
     def call_soon(self, fn: Callable[[], None]) -> bool:
         """Runs ``fn`` on the control thread; False when it has ended and never will."""
@@ -135,7 +157,7 @@ class ControlLoop:
         with self._lock:
             self._ending = True
             self._wake()
-        if self._thread.ident is None:
+        if self._thread is None:
             self._close()
         elif not self.on_thread():
             self._thread.join(timeout_s)
@@ -156,6 +178,7 @@ class ControlLoop:
 
     def register(self, sock: socket.socket, events: int, fn: Callable[[int], None]) -> None:
         """Calls ``fn(ready events)`` whenever ``sock`` is ready; again with other events: replaced."""
+        self._end_rest(sock)
         if sock in self._selector.get_map():
             self._selector.modify(sock, events, fn)
         else:
@@ -163,12 +186,36 @@ class ControlLoop:
 
     def unregister(self, sock: socket.socket) -> None:
         """Ends ``register``; before the socket is closed. Idempotent."""
+        self._end_rest(sock)
         try:
             self._selector.unregister(sock)
         except (KeyError, ValueError):
             return
 
+    def rest(self, sock: socket.socket, seconds: float) -> None:
+        """Leaves a registered socket alone for so long, whatever it has. ``register`` and ``unregister`` end that."""
+        fd = sock.fileno()
+        key = self._selector.get_map().get(fd) if fd >= 0 else None
+        if key is None or key.fileobj is not sock:  # it is closed, or was never there
+            return
+        self._selector.unregister(sock)
+
+        def resume() -> None:
+            del self._resting[sock]
+            try:
+                self._selector.register(sock, key.events, key.data)
+            except OSError:  # the system has no room for it now
+                self._resting[sock] = self.call_at(time.monotonic() + seconds, resume)
+
+        self._resting[sock] = self.call_at(time.monotonic() + seconds, resume)
+
+    def _end_rest(self, sock: socket.socket) -> None:
+        timer = self._resting.pop(sock, None)
+        if timer is not None:
+            timer.cancel()
+
     def _run(self) -> None:
+        self._thread, self._thread_id = threading.current_thread(), threading.get_ident()
         due_by = time.monotonic()
         while not self._ending or self._calls:
             before = self.polled_at = time.monotonic()
@@ -203,7 +250,9 @@ class ControlLoop:
             return False
         for key, events in ready:
             if self._selector.get_map().get(key.fd) == key:  # an earlier callback may have closed it
-                self._guard(lambda key=key, events=events: key.data(events))  # type: ignore[misc]
+                well = self._guard(lambda key=key, events=events: key.data(events))  # type: ignore[misc]
+                if not well and isinstance(key.fileobj, socket.socket):  # it may be ready still, and for ever
+                    self.rest(key.fileobj, ERROR_PAUSE_S)
         return True
 
     def _on_wake(self, events: int) -> None:
@@ -226,11 +275,13 @@ class ControlLoop:
             if fn is not None:
                 self._guard(fn)
 
-    def _guard(self, fn: Callable[[], None]) -> None:
+    def _guard(self, fn: Callable[[], None]) -> bool:
         try:
             fn()
         except Exception:
             _log.exception("a callback on the control thread failed; the thread goes on")
+            return False
+        return True
 
     def _close(self) -> None:
         with self._lock:

@@ -134,3 +134,6 @@ class LinkHandler(Protocol):
 
     def on_data_socket(self, sock: DataSocket, hello: DataHello, leftover: bytes) -> None:
         """A data connection came in; the socket is the handler's now."""
+
+    def refuse_data_socket(self, sock: DataSocket, hello: DataHello, reason: str) -> None:
+        """One came in for which there is no descriptor, and is closed after this. Does not block."""

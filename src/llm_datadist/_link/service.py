@@ -26,6 +26,7 @@ from llm_datadist._link.listener import Place, find_place
 from llm_datadist._link.listeners import Held, Listeners
 from llm_datadist._link.loop import ControlLoop, TimerHandle
 from llm_datadist._link.seam import Address, LinkHandler, SocketCalls, Target
+from llm_datadist._shortages import failure_of, named
 from llm_datadist._wire.messages import Identity, Ping
 from llm_datadist.status import EngineFinalizedError, LLMException, LLMStatusCode
 
@@ -89,24 +90,31 @@ class LinkService:
         self._driver = LinkDriver(identity, settings.retry_count, handler, random_token, self._loop, calls)
         self._loop.before_wait = self._driver.flush_posted
         self._loop.on_late = self._driver.forgive
-        self._listeners = Listeners(self._loop, self._driver.accept)
+        self._listeners = Listeners(self._loop, self._driver.accept, handler.refuse_data_socket)
         self._tickets = itertools.count(1)
 
     def start(self) -> None:
-        """Binds the listener and starts the control thread.
+        """Binds the listener and starts the control thread. When it has raised, ``stop`` frees what it holds.
 
         Raises:
             LLMException: LLM_FAILED: it cannot listen; the text has the address and the system's reason.
+                LLM_OUT_OF_MEMORY: there is no thread, or there are no descriptors.
         """
         listen = self._settings.listen
         place = None if listen is None else find_place(listen)
-        self._loop.open()
-        try:
-            self._listen_on(place)
-        except LLMException:
-            self._loop.stop(STOP_S)
-            raise
+        self.open()
+        self._listen_on(place)
         self._loop.start()
+
+    def open(self) -> None:
+        """Takes what ``add_reader`` needs, before ``start``. Idempotent.
+
+        Raises:
+            OutOfMemoryError: There are no descriptors.
+        """
+        if not self._loop.is_open:
+            with named("the control thread has no descriptors"):
+                self._loop.open()
 
     # ---- listening ---------------------------------------------------------------------------------
 
@@ -247,9 +255,21 @@ class LinkService:
         """Runs ``fn`` on the control thread at an instant of ``time.monotonic()``."""
         return self._loop.call_at(when, fn)
 
-    def add_reader(self, sock: socket.socket, fn: Callable[[], None]) -> None:
-        """Calls ``fn`` on the control thread whenever ``sock`` is readable."""
-        self._on_control(lambda: self._loop.register(sock, selectors.EVENT_READ, lambda events: fn()))
+    def add_reader(self, sock: socket.socket, fn: Callable[[], float | None]) -> None:
+        """Calls ``fn`` on the control thread whenever ``sock`` is readable.
+
+        It says for how long it wants to be left alone then, in seconds; 0 or None: not at all.
+
+        Raises:
+            OSError: The system cannot watch another socket; on the control thread, or before ``start``.
+        """
+
+        def on_ready(events: int) -> None:
+            pause_s = fn()
+            if pause_s:
+                self._loop.rest(sock, pause_s)
+
+        self._on_control(lambda: self._loop.register(sock, selectors.EVENT_READ, on_ready))
 
     def remove_reader(self, sock: socket.socket) -> None:
         """Ends ``add_reader``; call it before the socket is closed. Idempotent."""
@@ -257,9 +277,11 @@ class LinkService:
 
     def _on_control(self, fn: Callable[[], object]) -> bool:
         """Runs ``fn`` on the control thread and waits for it; False when that thread has ended."""
-        if self._loop.on_thread():
+        if self._loop.on_thread() or self._starting:
             fn()
             return True
+        if not self._loop.started:
+            return False
         ended = threading.Event()
 
         def run() -> None:
@@ -270,9 +292,13 @@ class LinkService:
 
         if not self._loop.call_soon(run):
             return False
-        if self._loop.started:  # before start it is the first thing that runs
-            ended.wait()
+        ended.wait()
         return True
+
+    @property
+    def _starting(self) -> bool:
+        """Whether the caller is the thread that starts this, which then does what the control thread will do."""
+        return self._loop.is_open and not self._loop.started
 
     def _ask(self, fn: Callable[[], T]) -> T:
         """What ``fn`` returns or raises on the control thread."""
@@ -284,6 +310,8 @@ class LinkService:
                 results.append(fn())
             except LLMException as error:
                 errors.append(error)
+            except (OSError, MemoryError) as error:
+                errors.append(failure_of("the control thread cannot do it", error))
 
         self._on_control(run)
         if errors:
@@ -301,7 +329,7 @@ class LinkService:
             self._listeners.close()
             self._driver.stop(reason)
 
-        if self._loop.on_thread():
+        if self._loop.on_thread() or self._starting:
             end()
         else:
             self._loop.call_soon(end)

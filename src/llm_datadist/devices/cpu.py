@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from llm_datadist._core.segments import U64, Extents
+from llm_datadist._shortages import named
 
 _LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (....) [0-9a-f]+ [0-9a-f]+:[0-9a-f]+ ([0-9]+)", re.MULTILINE)
 _READABLE = re.compile(rb"r...")
@@ -104,8 +105,12 @@ def _outside(
 
 
 def _joined(rights: re.Pattern[bytes], anonymous: bool) -> tuple[U64, U64]:
-    """Ascending [low, high) of the memory that has these rights, as two columns; only what is of no file, if asked."""
-    with open("/proc/self/maps", "rb") as file:
+    """Ascending [low, high) of the memory that has these rights, as two columns; only what is of no file, if asked.
+
+    Raises:
+        OutOfMemoryError: There is no descriptor to read it with.
+    """
+    with named("the memory of this process cannot be looked up"), open("/proc/self/maps", "rb") as file:
         lines = _LINE.findall(file.read())
     joined: list[list[int]] = []
     for first, end, has, inode in lines:

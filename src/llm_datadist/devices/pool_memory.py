@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from llm_datadist._shortages import is_shortage
 from llm_datadist.devices.mapping import (
     FIXED,
     NO_RESERVE,
@@ -94,7 +95,9 @@ def available_nbytes(root: Path = Path("/")) -> int:
     for folder, limit, usage in _cgroups(root):
         try:
             room = int((folder / limit).read_text()) - int((folder / usage).read_text())
-        except (OSError, ValueError):  # not there, or "max"
+        except (OSError, ValueError) as exc:  # not there, or "max"
+            if is_shortage(exc):
+                raise
             continue
         # The page cache of files counts as used, but gives way.
         stat = _numbers(folder / "memory.stat", " ", 1)
@@ -106,7 +109,9 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
     """This process's cgroup and all above it (v2), or of the memory controller (v1)."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
+    except OSError as exc:
+        if is_shortage(exc):
+            raise
         return
     for line in lines:
         _, controllers, name = line.split(":", 2)
@@ -120,10 +125,12 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def _numbers(path: Path, separator: str, unit: int) -> dict[str, int]:
-    """Lines of ``name<separator>number``."""
+    """Lines of ``name<separator>number``; OSError: there is no descriptor to read them with."""
     try:
         lines = path.read_text().splitlines()
-    except OSError:
+    except OSError as exc:
+        if is_shortage(exc):
+            raise
         return {}
     pairs = (line.partition(separator) for line in lines)
     return {name: int(rest.split()[0]) * unit for name, _, rest in pairs if rest.split()[:1]}

@@ -19,7 +19,8 @@ import os
 import threading
 import weakref
 
-from llm_datadist.devices.mapping import NO_RESERVE, PRIVATE, READ_WRITE, advise, map_memory
+from llm_datadist._shortages import is_shortage
+from llm_datadist.devices.mapping import NO_RESERVE, PRIVATE, READ_WRITE, advise, map_memory, unmap
 from llm_datadist.devices.shared_memory import NotSharable, SharedArea, create_memfd, seal
 
 # One word for each cache, key and lease of a life. It takes address space alone until words are used.
@@ -129,11 +130,23 @@ class Slab:
         """Ends the sharing with new readers; the words stay. Idempotent; all that a forked child may call."""
         self._close()
 
+    def discard(self) -> None:
+        """Unmaps it after all: no peer has been told of it, and no word is in use. Idempotent."""
+        address, self._address = self._address, 0
+        if address:
+            unmap(address, _AREA_NBYTES)
+
     def _map(self) -> None:
-        """Takes the area, shared if it can be and private if not."""
+        """Takes the area, shared if it can be and private if not.
+
+        Raises:
+            OSError: Not now: what is short may be there again later, and then it would be shared.
+        """
         try:
             self._map_shared()
         except OSError as exc:
+            if is_shortage(exc):
+                raise
             self._unsealed = f"this system gives no memory that can be shared: {exc}"
             self._address = map_memory(None, _AREA_NBYTES, READ_WRITE, PRIVATE | NO_RESERVE, -1)
             with contextlib.suppress(OSError):
@@ -146,6 +159,7 @@ class Slab:
             advise(self._address, _AREA_NBYTES, mmap.MADV_DONTFORK)
             self._unsealed = seal(self._fd)
         except BaseException:
+            self.discard()
             os.close(self._fd)
             self._fd = -1
             raise

@@ -8,18 +8,18 @@ Threads: the listener's callback runs on the control thread and never blocks.
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import socket
 import struct
 from collections.abc import Callable
 
+from llm_datadist._accepting import Accepting
+from llm_datadist._shortages import reason_of
 from llm_datadist.transports.seam import TransportUnavailable
 
-AdoptReader = Callable[[socket.socket, Callable[[], None]], None]
+# The callback says for how many seconds the socket shall be left alone then; 0 or None: not at all.
+AdoptReader = Callable[[socket.socket, Callable[[], float | None]], None]
 DropReader = Callable[[socket.socket], None]
 
-_ACCEPTS_PER_TURN = 64  # then the control thread looks after others; the listener stays readable
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -31,6 +31,7 @@ class Meeting:
         kind: SOCK_STREAM or SOCK_SEQPACKET.
         random_bytes: Source of secrets, as ``secrets.token_bytes``.
         welcome: Takes over each accepted socket, on the control thread.
+        refuse: Tells one why it is not taken.
         adopt_reader: Registers a socket and a callback for "readable" with the control loop.
         drop_reader: Takes the socket out again.
 
@@ -44,21 +45,22 @@ class Meeting:
         kind: int,
         random_bytes: Callable[[int], bytes],
         welcome: Callable[[socket.socket], None],
+        refuse: Callable[[socket.socket, str], None],
         adopt_reader: AdoptReader,
         drop_reader: DropReader,
     ) -> None:
         self.name = prefix + random_bytes(12).hex().encode()
-        self._welcome = welcome
         self._drop_reader = drop_reader
-        self._listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
-        self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with contextlib.ExitStack() as undo:
+            self._listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
+            undo.callback(self._listener.close)
             self._listener.bind(self.name)
             self._listener.listen(socket.SOMAXCONN)
+            where = self.name[1:].decode()
+            self._accepting = Accepting(self._listener, where, lambda sock, _: welcome(sock), refuse)
+            undo.callback(self._accepting.close)
             adopt_reader(self._listener, self.accept)
-        except BaseException:
-            self.close_after_fork()
-            raise
+            undo.pop_all()
 
     def close(self) -> None:
         """Ends it."""
@@ -69,29 +71,11 @@ class Meeting:
     def close_after_fork(self) -> None:
         """In a forked child: closes the descriptors and no more. Idempotent."""
         self._listener.close()
-        if self._spare_fd >= 0:
-            os.close(self._spare_fd)
-            self._spare_fd = -1
+        self._accepting.close()
 
-    def accept(self) -> None:
-        """Takes those that have connected."""
-        for _ in range(_ACCEPTS_PER_TURN):
-            try:
-                sock, _ = self._listener.accept()
-            except OSError as exc:
-                if exc.errno in (errno.EMFILE, errno.ENFILE) and self._spare_fd >= 0:
-                    self._accept_without_descriptors()
-                return
-            self._welcome(sock)
-
-    def _accept_without_descriptors(self) -> None:
-        """Takes one connection with the spare descriptor: left in the queue it would wake us for ever."""
-        os.close(self._spare_fd)
-        self._spare_fd = -1
-        with contextlib.suppress(OSError):
-            self._listener.accept()[0].close()
-        with contextlib.suppress(OSError):
-            self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    def accept(self) -> float:
+        """Takes those that have connected; for how long the listener must be left alone then, in seconds."""
+        return self._accepting.run()
 
 
 def meet(name: bytes, kind: int) -> socket.socket:
@@ -100,7 +84,10 @@ def meet(name: bytes, kind: int) -> socket.socket:
     Raises:
         TransportUnavailable: Nobody can be met there; the text says why.
     """
-    sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
+    try:
+        sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
+    except OSError as exc:
+        raise TransportUnavailable(f"no local socket can be opened: {reason_of(exc)}") from exc
     try:
         sock.connect(name)
     except BlockingIOError as exc:

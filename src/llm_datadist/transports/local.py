@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist._core.segments import Extents, Segments
+from llm_datadist._shortages import reason_of
 from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.transports import _libc
 from llm_datadist.transports._meeting import AdoptReader, DropReader, Meeting, credentials, meet
@@ -93,6 +94,7 @@ class LocalTransport:
             socket.SOCK_STREAM,
             random_bytes,
             socket.socket.close,
+            lambda sock, reason: None,  # whoever comes has what it came for
             adopt_reader,
             drop_reader,
         )
@@ -210,7 +212,9 @@ def _find(name: bytes) -> tuple[int, int]:
         try:
             return pid, os.pidfd_open(pid)
         except OSError as exc:
-            raise TransportUnavailable(f"process {pid} cannot be watched with pidfd_open: {exc}") from exc
+            raise TransportUnavailable(
+                f"process {pid} cannot be watched with pidfd_open: {reason_of(exc)}"
+            ) from exc
 
 
 def _prove(peer: Peer, address: int, proof: bytes) -> None:

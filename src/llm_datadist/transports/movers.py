@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from llm_datadist._shortages import is_shortage, start_thread
 from llm_datadist._waiting import Changes
+from llm_datadist.status import OutOfMemoryError
 from llm_datadist.transports._waits import Waits
 
 Job = Callable[[], None]
@@ -29,6 +31,9 @@ def default_mover_count(root: Path = Path("/")) -> int:
 
     Args:
         root: Where /proc and /sys are, for tests.
+
+    Raises:
+        OSError: There is no descriptor to look with.
     """
     cpus = float(len(os.sched_getaffinity(0)))
     for quota in _cgroup_cpus(root):
@@ -55,7 +60,9 @@ def _cgroup_cpus(root: Path) -> list[float]:
 def _text(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:
+    except OSError as exc:
+        if is_shortage(exc):
+            raise
         return ""
 
 
@@ -102,12 +109,10 @@ class Movers:
 
     def _start_threads(self) -> None:
         while len(self._threads) < self.count:
-            thread = threading.Thread(target=self._run, name="llm_datadist-mover", daemon=True)
             try:
-                thread.start()
-            except RuntimeError:  # the system has no thread left: callers move everything themselves
+                self._threads.append(start_thread(self._run, "llm_datadist-mover"))
+            except OutOfMemoryError:  # callers move everything themselves
                 return
-            self._threads.append(thread)
 
     def _run(self) -> None:
         while True:

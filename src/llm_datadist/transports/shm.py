@@ -36,7 +36,7 @@ from llm_datadist.transports.seam import (
 )
 from llm_datadist.transports.shm_areas import Areas, Box
 from llm_datadist.transports.shm_memory import MAX_AREAS, PeerMemory
-from llm_datadist.transports.shm_owner import Giver, whose_refusal
+from llm_datadist.transports.shm_owner import Giver, say_refusal, whose_refusal
 from llm_datadist.transports.shm_read import ShmRead
 from llm_datadist.transports.shm_rows import ShmRows, shm_rows
 
@@ -89,7 +89,13 @@ class ShmTransport:
         self._drop_reader = drop_reader
         self._giver = Giver(areas, adopt_reader, drop_reader)
         self._meeting = Meeting(
-            _NAME_PREFIX, socket.SOCK_SEQPACKET, random_bytes, self._giver.welcome, adopt_reader, drop_reader
+            _NAME_PREFIX,
+            socket.SOCK_SEQPACKET,
+            random_bytes,
+            self._giver.welcome,
+            say_refusal,
+            adopt_reader,
+            drop_reader,
         )
         self._areas = [(area.address, area.nbytes) for area in areas]
 

@@ -20,8 +20,10 @@ import threading
 import time
 from collections.abc import Sequence
 
+from llm_datadist._shortages import reason_of, start_thread
 from llm_datadist.devices.mapping import advise, map_memory, unmap
 from llm_datadist.devices.shared_memory import is_safe_to_map
+from llm_datadist.status import OutOfMemoryError
 from llm_datadist.transports import _libc
 from llm_datadist.transports._meeting import AdoptReader, DropReader, end
 from llm_datadist.transports._one_sided import Owner
@@ -126,7 +128,7 @@ class PeerMemory(Owner):
         self._mapped: list[tuple[int, int]] = []
         self.areas = _NONE
         self.words: _Words | None = None
-        self.cause: OSError | None = None
+        self.cause: OSError | MemoryError | None = None
         self.reason = "the peer has not sent its memory yet: it is stopped, or too busy to answer"
 
     def listen(self, adopt_reader: AdoptReader) -> None:
@@ -203,12 +205,15 @@ class PeerMemory(Owner):
             message, fds = self._take_message()
         except BlockingIOError:
             return
-        except OSError as exc:
+        except (OSError, MemoryError) as exc:
             self.cause = exc
-            self._settle(f"the connection to the peer's memory broke: {exc}")
+            self._settle(f"the connection to the peer's memory broke: {reason_of(exc)}")
             return
         try:
             self._settle(self._map(message, fds))
+        except (OSError, MemoryError) as exc:
+            self.cause = exc
+            self._settle(f"the peer's memory cannot be mapped: {reason_of(exc)}")
         finally:
             for fd in fds:
                 os.close(fd)
@@ -230,17 +235,16 @@ class PeerMemory(Owner):
             text = message[1:].decode(errors="replace")
             return f"the peer refused: {text}" if text else "the peer closed the connection without an answer"
         if len(fds) != len(self._announced):
-            return f"the peer sent {len(fds)} areas of {len(self._announced)}; is this process out of descriptors?"
+            return (
+                f"the peer sent {len(fds)} areas of {len(self._announced)}; is this process out of descriptors? Raise "
+                "the limit (RLIMIT_NOFILE, ulimit -n), then link again"
+            )
         shifts = []
         for fd, (address, nbytes) in zip(fds, self._announced, strict=True):
             reason = _unsafe(fd, nbytes)
             if reason:
                 return reason
-            try:
-                here = map_memory(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd)
-            except OSError as exc:
-                self.cause = exc
-                return f"the peer's memory cannot be mapped: {exc}"
+            here = map_memory(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd)
             if self.words is None:  # the slab comes first
                 self.words = _Words(address, here, nbytes)
             else:
@@ -267,8 +271,8 @@ def _unmap(mapped: Sequence[tuple[int, int]]) -> None:
         work()
         return
     try:
-        threading.Thread(target=work, name="llm-datadist-unmap", daemon=True).start()
-    except RuntimeError:  # no more threads
+        start_thread(work, "llm-datadist-unmap")
+    except OutOfMemoryError:
         work()
 
 

@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Sequence
 
+from llm_datadist._shortages import reason_of
 from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.devices.shared_memory import SharedArea
 from llm_datadist.transports._meeting import AdoptReader, DropReader, credentials, end
@@ -67,7 +68,13 @@ class Giver:
         if sock not in self._readers:
             _refuse(sock, refusal)
             return
-        self._adopt_reader(sock, lambda: self._hear(sock))
+        try:
+            self._adopt_reader(sock, lambda: self._hear(sock))
+        except OSError as exc:
+            with self._lock:
+                self._readers.pop(sock, None)
+            _refuse(sock, f"the owner of the memory cannot watch another connection: {reason_of(exc)}")
+            return
         self._hear(sock)
 
     def hear_all(self) -> None:
@@ -110,7 +117,7 @@ class Giver:
 
     def _answer(self, sock: socket.socket, proof: bytes) -> bool:
         if proof not in self._proofs:
-            _say(
+            say_refusal(
                 sock,
                 "what this process shows is not the proof of a handshake that is under way here: the link is another "
                 "process's, or it was shown before",
@@ -120,7 +127,7 @@ class Giver:
         try:
             socket.send_fds(sock, [GRANTED], self._descriptors)
         except OSError as exc:
-            _say(sock, f"the owner of the memory cannot pass it on: {exc}")
+            say_refusal(sock, f"the owner of the memory cannot pass it on: {exc}")
             return False
         return True
 
@@ -136,10 +143,11 @@ def whose_refusal(owner_uid: int, reader_uid: int) -> str:
 
 
 def _refuse(sock: socket.socket, reason: str) -> None:
-    _say(sock, reason)
+    say_refusal(sock, reason)
     end(sock)
 
 
-def _say(sock: socket.socket, reason: str) -> None:
+def say_refusal(sock: socket.socket, reason: str) -> None:
+    """Answers a reader who is not given the areas."""
     with contextlib.suppress(OSError):
         sock.send(REFUSED + reason.encode())

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from llm_datadist._logs import get_logger
+from llm_datadist.status import OutOfMemoryError
 from llm_datadist.transports._sockets import tune
 from llm_datadist.transports.seam import PeerEndpoint, ReadSource, TransportCaps, TransportUnavailable
 from llm_datadist.transports.tcp_channel import TcpChannel
-from llm_datadist.transports.tcp_server import TcpServer, close_copy
+from llm_datadist.transports.tcp_server import TcpServer, close_copy, refuse_first
 
 logger = get_logger("llm_datadist.tcp")
 
@@ -106,6 +107,13 @@ class TcpTransport:
             sock.close()
             return
         channel.adopt(sock, peer_reads, leftover)
+
+    def refuse(self, sock: socket.socket, link_token: bytes, reason: str) -> None:
+        """Tells the reader of an accepted data connection why it is not served."""
+        with self._lock:
+            known = (link_token, False) in self._channels
+        if known:
+            refuse_first(sock, OutOfMemoryError(f"a data connection cannot be accepted: {reason}"))
 
     def close(self) -> None:
         """Ends all channels, the serving thread and all descriptors. Idempotent."""

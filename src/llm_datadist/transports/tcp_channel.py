@@ -10,18 +10,23 @@ Threads: ``wait`` in any; ``cancel`` and ``close`` meanwhile from any other.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import socket
 import threading
 from collections.abc import Callable
 from itertools import pairwise
 
 from llm_datadist._core.segments import U64, Extents, Segments
+from llm_datadist._logs import get_logger
+from llm_datadist._shortages import is_shortage, reason_of, start_thread
+from llm_datadist.status import OutOfMemoryError
 from llm_datadist.transports._sockets import NOW_NBYTES
 from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint, Progress
 from llm_datadist.transports.tcp_pool import ConnectionPool, Taker, dial
 from llm_datadist.transports.tcp_server import MAX_CONNECTIONS, TcpServer
 from llm_datadist.transports.tcp_units import TcpUnits
+
+logger = get_logger("llm_datadist.tcp")
 
 MAX_UNIT_TENSORS = 256  # of a read by units: whoever has more does not feel what they save
 STRIPE_NBYTES = 8 << 20  # least bytes of a stripe: some milliseconds, against 0.1 ms for its thread
@@ -128,8 +133,12 @@ class TcpChannel:
             if self._dials or not self._to_dial:
                 return
             self._dials = True
-        name = "llm_datadist-dial"
-        threading.Thread(target=self._dial_all, args=(self._address,), name=name, daemon=True).start()
+        try:
+            start_thread(functools.partial(self._dial_all, self._address), "llm_datadist-dial")
+        except OutOfMemoryError as exc:  # the peer asks again
+            logger.warning("no data connection is dialled for the peer that reads: %s", exc)
+            with self._lock:
+                self._dials, self._to_dial = False, 0
 
     def _dial_all(self, address: tuple[str, int]) -> None:
         while True:
@@ -138,15 +147,22 @@ class TcpChannel:
                     self._dials = False
                     return
                 self._to_dial -= 1
-            # The peer notices a failure as a connection that does not come, and asks again.
-            with contextlib.suppress(OSError):
-                sock = dial(address, self._clock() + _DIAL_S, self._clock, lambda _: True)
-                try:
-                    sock.sendall(self._first_frame(self.token, False))
-                except OSError:
-                    sock.close()
-                    raise
-                self._serve(sock)
+            try:
+                self._dial_one(address)
+            except Exception as exc:  # the peer notices it as a connection that does not come, and asks again
+                if is_shortage(exc) or not isinstance(exc, OSError):
+                    logger.warning(
+                        "no data connection is dialled for the peer that reads: %s", reason_of(exc)
+                    )
+
+    def _dial_one(self, address: tuple[str, int]) -> None:
+        sock = dial(address, self._clock() + _DIAL_S, self._clock, lambda _: True)
+        try:
+            sock.sendall(self._first_frame(self.token, False))
+        except BaseException:
+            sock.close()
+            raise
+        self._serve(sock)
 
     def _serve(self, sock: socket.socket, leftover: bytes = b"") -> None:
         self._server.serve(sock, self, leftover)
@@ -199,6 +215,7 @@ class TcpRead(Taker):
                 return Progress(connection.moved, fault)
             if self.cancelled is not None or connection.fresh or connection.answered:
                 return Progress(connection.moved, self.cancelled or fault)
+            pool.drop_dead()
         return Progress(0, fault)
 
 
@@ -226,15 +243,17 @@ class StripedRead:
 
     def _run(self, deadline: float) -> Progress:
         first, *others = self._parts
+        mine = [first]
         helpers: list[threading.Thread] = []
         try:
             for part in others:
-                helper = threading.Thread(
-                    target=self._run_one, args=(part, deadline), name="llm_datadist-stripe", daemon=True
-                )
-                helper.start()
-                helpers.append(helper)
-            self._run_one(first, deadline)
+                run = functools.partial(self._run_one, part, deadline)
+                try:
+                    helpers.append(start_thread(run, "llm_datadist-stripe"))
+                except OutOfMemoryError:
+                    mine.append(part)
+            for part in mine:
+                self._run_one(part, deadline)
         except BaseException:
             self.cancel("the reading thread was interrupted")
             raise

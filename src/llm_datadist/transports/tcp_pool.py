@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from llm_datadist._shortages import reason_of
 from llm_datadist._waiting import Changes, Ticket
 from llm_datadist.transports._sockets import is_gone, round_trip_s, tune
 from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint
@@ -124,6 +125,13 @@ class ConnectionPool:
             if self._waiting:
                 self._changes.notify_all()
 
+    def drop_dead(self) -> None:
+        """Closes idle connections on which there is news: nothing comes there unasked but their end."""
+        with self._lock:
+            for connection in [c for c in self._idle if _has_news(c.sock)]:
+                self._idle.remove(connection)
+                self._drop(connection.sock)
+
     def reclaim(self, taker: Taker) -> None:
         """An exception ended a read, at whatever step, also of this class: what it held is closed."""
         with self._lock:
@@ -146,7 +154,10 @@ class ConnectionPool:
             self._changes.notify_all()
 
     def adopt(self, sock: socket.socket) -> None:
-        """A connection that the peer dialled for us."""
+        """A connection that the peer dialled for us; it may have given it up since, where it came in late."""
+        if _has_news(sock):
+            sock.close()
+            return
         with self._lock:
             if self._asked:
                 self._asked.popleft()
@@ -250,7 +261,13 @@ class ConnectionPool:
         if self._clock() >= deadline:
             return Fault(FaultKind.TIMEOUT, f"{where}: no answer in time", cause=exc)
         kind = FaultKind.PEER_LOST if is_gone(exc) else FaultKind.CHANNEL
-        return Fault(kind, f"{where}: {exc.strerror or exc}", cause=exc)
+        return Fault(kind, f"{where}: {reason_of(exc)}", cause=exc)
+
+
+def _has_news(sock: socket.socket) -> bool:
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def dial(

@@ -33,6 +33,7 @@ from llm_datadist.transports._sockets import (
 from llm_datadist.transports.seam import Fault, FaultKind
 from llm_datadist.transports.tcp_frames import (
     CHUNK_NBYTES,
+    FIRST_REQUEST,
     HEADER_NBYTES,
     TEXT_NBYTES,
     End,
@@ -104,7 +105,7 @@ class ReadingConnection:
         self.answered = False
         self.moved = 0
         self._clock = clock
-        self._last_id = 0
+        self._last_id = FIRST_REQUEST - 1
         self._prompt = False  # the latest answer came at once
         self._iovecs = Iovecs()
         self._head = Buffer(HEADER_NBYTES + TEXT_NBYTES)

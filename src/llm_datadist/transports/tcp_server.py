@@ -7,6 +7,8 @@ Threads: other threads only post commands, through a queue and an eventfd. A dae
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import select
@@ -16,9 +18,11 @@ from collections import deque
 from collections.abc import Callable
 
 from llm_datadist._logs import get_logger
-from llm_datadist.transports._sockets import Buffer, receive_now
+from llm_datadist._shortages import failure_of, named, start_thread
+from llm_datadist.status import LLMException, OutOfMemoryError
+from llm_datadist.transports._sockets import SEND_NOW, Buffer, receive_now
 from llm_datadist.transports.seam import ReadSource
-from llm_datadist.transports.tcp_frames import FrameError
+from llm_datadist.transports.tcp_frames import FIRST_REQUEST, EndKind, FrameError, encode_end
 from llm_datadist.transports.tcp_serving import ServedConnection, ServedLink
 
 logger = get_logger("llm_datadist.tcp")
@@ -43,8 +47,14 @@ class TcpServer:
         self._stopping = False
 
     def serve(self, sock: socket.socket, link: ServedLink, leftover: bytes = b"") -> None:
-        """Takes over a connection on which the peer of ``link`` reads."""
-        self._post(lambda: self._add(sock, link, leftover), otherwise=sock.close)
+        """Takes over a connection on which the peer of ``link`` reads; where it cannot be served, the peer is told."""
+        try:
+            taken = self._post(lambda: self._add(sock, link, leftover))
+        except OutOfMemoryError as exc:
+            _refuse(sock, link, exc)
+            return
+        if not taken:
+            sock.close()
 
     def drop(self, link: ServedLink) -> None:
         """Cuts off all connections of a link, also in mid-answer."""
@@ -76,27 +86,38 @@ class TcpServer:
 
     # ---- any thread ----------------------------------------------------------------------------------
 
-    def _post(self, command: Callable[[], None], otherwise: Callable[[], None] = lambda: None) -> None:
+    def _post(self, command: Callable[[], None]) -> bool:
+        """Has the thread run ``command``; False when it has ended.
+
+        Raises:
+            OutOfMemoryError: There is no thread yet, and none can be started now.
+        """
         with self._lock:
-            if not self._stopping:
-                if self._thread is None:
+            if self._stopping:
+                return False
+            if self._thread is None:
+                with named("the thread that serves reads over tcp cannot be started"):
                     self._start()
-                self._commands.append(command)
-                os.eventfd_write(self._wake_fd, 1)
-                return
-        otherwise()
+            self._commands.append(command)
+            os.eventfd_write(self._wake_fd, 1)
+            return True
 
     def _start(self) -> None:
-        self._epoll = epoll = select.epoll()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        epoll.register(self._wake_fd, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._run, args=(epoll,), name="llm_datadist-tcp", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as undo:
+            epoll = select.epoll()
+            undo.callback(epoll.close)
+            wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, wake_fd)
+            epoll.register(wake_fd, select.EPOLLIN)
+            # The buffer goes with the thread: a finalized engine is garbage for a while.
+            run = functools.partial(self._run, epoll, Buffer(_RECEIVE_NBYTES))
+            self._thread = start_thread(run, "llm_datadist-tcp")  # it sleeps until the first command
+            self._epoll, self._wake_fd = epoll, wake_fd
+            undo.pop_all()
 
     # ---- the serving thread --------------------------------------------------------------------------
 
-    def _run(self, epoll: select.epoll) -> None:
-        scratch = Buffer(_RECEIVE_NBYTES)  # goes with the thread: a finalized engine is garbage for a while
+    def _run(self, epoll: select.epoll, scratch: Buffer) -> None:
         try:
             while not self._stopping:
                 self._round(epoll, scratch, epoll.poll())
@@ -127,7 +148,10 @@ class TcpServer:
 
     def _run_commands(self) -> None:
         while self._commands:
-            self._commands.popleft()()
+            try:
+                self._commands.popleft()()
+            except Exception:  # the thread serves all others
+                logger.exception("a data connection could not be taken over or dropped")
 
     def _add(self, sock: socket.socket, link: ServedLink, leftover: bytes) -> None:
         epoll = self._epoll
@@ -135,16 +159,19 @@ class TcpServer:
         if self._stopping or epoll is None or served >= MAX_CONNECTIONS:
             sock.close()
             return
-        connection = ServedConnection(sock, link, self._source)
+        try:
+            connection = ServedConnection(sock, link, self._source)
+            epoll.register(connection.fd, select.EPOLLIN | select.EPOLLRDHUP)
+        except (OSError, MemoryError) as exc:
+            _refuse(sock, link, failure_of("a data connection cannot be served", exc))
+            return
         self._connections[connection.fd] = connection
-        epoll.register(connection.fd, select.EPOLLIN | select.EPOLLRDHUP)
         if leftover:
             try:
                 connection.feed(memoryview(leftover))
+                self._rearm(epoll, connection)
             except Exception as exc:
                 self._fail(connection, exc)
-                return
-            self._rearm(epoll, connection)
 
     def _drop(self, link: ServedLink) -> None:
         for connection in [c for c in self._connections.values() if c.link is link]:
@@ -169,11 +196,10 @@ class TcpServer:
                 elif count == 0:
                     self._close(connection)
                     return
+            if connection.busy is not connection.wants_write:
+                self._rearm(epoll, connection)
         except Exception as exc:
             self._fail(connection, exc)
-            return
-        if connection.busy is not connection.wants_write:
-            self._rearm(epoll, connection)
 
     def _rearm(self, epoll: select.epoll, connection: ServedConnection) -> None:
         connection.wants_write = connection.busy
@@ -186,6 +212,22 @@ class TcpServer:
         elif not isinstance(exc, OSError):  # that one: the reader has gone, or has cut the answer short
             logger.error("serving a read failed: %r", exc, exc_info=logger.isEnabledFor(logging.DEBUG))
         self._close(connection)
+
+
+def refuse_first(sock: socket.socket, error: LLMException) -> None:
+    """Answers the first request of a connection that cannot be served, whatever it asks for."""
+    answer = encode_end(FIRST_REQUEST, EndKind.REFUSED, int(error.status_code), str(error))
+    with contextlib.suppress(OSError):
+        sock.send(answer, SEND_NOW)
+
+
+def _refuse(sock: socket.socket, link: ServedLink, error: LLMException) -> None:
+    logger.warning("%s", error)
+    with sock:
+        if (
+            not link.dialled
+        ):  # else the answer might lie there until a later request, for which it is not meant
+            refuse_first(sock, error)
 
 
 def close_copy(sock: socket.socket) -> None:

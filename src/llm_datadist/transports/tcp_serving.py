@@ -44,9 +44,10 @@ _NOW_SELECTOR_NBYTES = 4 << 10  # a longer one takes its time to be read; nobody
 
 
 class ServedLink(Protocol):
-    """The link that a connection belongs to."""
+    """The link that a connection belongs to. ``dialled``: by this side, as are its data connections."""
 
     token: bytes
+    dialled: bool
     bytes_out: int
 
 

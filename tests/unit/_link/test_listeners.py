@@ -21,7 +21,7 @@ HOST = "127.0.0.1"
 def listeners() -> Iterator[Listeners]:
     loop = ControlLoop("test")  # open, never started: everything runs in the test's thread
     loop.open()
-    them = Listeners(loop, lambda sock, peer: sock.close())
+    them = Listeners(loop, lambda sock, peer: sock.close(), lambda *_: None)
     yield them
     them.close()
     loop.stop(1.0)

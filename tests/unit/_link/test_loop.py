@@ -12,7 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from llm_datadist import OutOfMemoryError
 from llm_datadist._link.loop import MIN_PURGE, ControlLoop
+from tests.support.shortage import Shortage
 
 
 @pytest.fixture
@@ -160,3 +162,120 @@ def test_a_loop_that_was_never_started_frees_its_descriptors() -> None:
     loop.open()
     loop.stop(1)
     assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_g14_a_socket_at_rest_wakes_nobody_until_its_time(loop: ControlLoop) -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        seen: list[float] = []
+        twice = threading.Event()
+
+        def read(events: int) -> None:
+            seen.append(time.monotonic())
+            if len(seen) == 2:
+                left.recv(1)
+                twice.set()
+            else:
+                loop.rest(left, 0.1)
+
+        loop.call_soon(lambda: loop.register(left, selectors.EVENT_READ, read))
+        right.send(b"x")
+        assert twice.wait(5)
+        assert seen[1] - seen[0] >= 0.1
+        loop.call_soon(lambda: loop.unregister(left))
+
+
+def test_g14_what_is_unregistered_at_rest_does_not_come_back(loop: ControlLoop) -> None:
+    left, right = socket.socketpair()
+    seen: list[int] = []
+    done = threading.Event()
+    loop.call_soon(lambda: loop.register(left, selectors.EVENT_READ, seen.append))
+
+    def end() -> None:
+        loop.rest(left, 0.01)
+        loop.rest(left, 0.01)
+        loop.unregister(left)
+        left.close()
+        loop.rest(left, 0.01)
+        loop.call_at(time.monotonic() + 0.05, done.set)
+
+    loop.call_soon(end)
+    right.send(b"x")
+    assert done.wait(5) and len(seen) <= 1
+    right.close()
+
+
+def test_g14_a_rest_is_longer_where_the_system_has_no_room(
+    loop: ControlLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        register, tries = selectors.EpollSelector.register, []
+        heard = threading.Event()
+
+        def refuse(*args: object) -> object:
+            tries.append(1)
+            if len(tries) < 3:
+                raise OSError(28, "No space left on device")
+            return register(*args)  # type: ignore[arg-type]
+
+        def hear(events: int) -> None:
+            left.recv(1)
+            heard.set()
+
+        def begin() -> None:
+            loop.register(left, selectors.EVENT_READ, hear)
+            monkeypatch.setattr(selectors.EpollSelector, "register", refuse)
+            loop.rest(left, 0.01)
+
+        loop.call_soon(begin)
+        right.send(b"x")
+        assert heard.wait(5) and len(tries) == 3
+        monkeypatch.undo()
+        loop.call_soon(lambda: loop.unregister(left))
+
+
+def test_g14_a_callback_that_fails_is_not_called_in_a_spin(
+    loop: ControlLoop, caplog: pytest.LogCaptureFixture
+) -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        calls: list[int] = []
+
+        def fail(events: int) -> None:
+            calls.append(events)
+            raise MemoryError
+
+        loop.call_soon(lambda: loop.register(left, selectors.EVENT_READ, fail))
+        right.send(b"x")
+        threading.Event().wait(0.3)
+        ended = threading.Event()
+        loop.call_soon(lambda: loop.unregister(left))
+        loop.call_soon(ended.set)
+        assert ended.wait(5)
+        assert 2 <= len(calls) <= 8
+
+
+def test_g3_a_loop_whose_thread_cannot_be_started_can_be_started_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = ControlLoop("llm-test-loop")
+    loop.open()
+    with Shortage(1), pytest.raises(OutOfMemoryError, match="llm-test-loop"):
+        loop.start()
+    assert not loop.started and loop.is_open
+    loop.start()
+    done = threading.Event()
+    loop.call_soon(done.set)
+    assert done.wait(5)
+    loop.stop(2)
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_g14_a_loop_that_cannot_be_opened_holds_nothing(first: int) -> None:
+    loop = ControlLoop("llm-test-loop")
+    before = len(os.listdir("/proc/self/fd"))
+    with Shortage(first), pytest.raises(OSError, match=r"Too many open files|No space left"):
+        loop.open()
+    assert len(os.listdir("/proc/self/fd")) == before
+    loop.stop(1)

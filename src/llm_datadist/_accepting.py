@@ -1,0 +1,124 @@
+"""Accepting connections, also when descriptors have run out: the same for every listener, whatever its family.
+
+Strategy: a connection that cannot be accepted stays in the queue of the system, and its listener stays readable.
+So the listener rests, out of the loop, and looks again: a short shortage costs a peer nothing but a wait. One
+that goes on is told to peers: each connection is accepted with a spare descriptor, gets its refusal, and is closed.
+Invariant: a spare that is lost, because somebody else took what it had left free, is taken back as soon as one is.
+Threads: the control thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from io import FileIO
+from typing import TYPE_CHECKING, Any
+
+from llm_datadist._logs import get_logger
+from llm_datadist._shortages import reason_of
+
+if TYPE_CHECKING:
+    import socket
+
+ACCEPTS_PER_TURN = 64  # then the control thread looks after others; the listener stays readable
+PAUSE_S = 0.1  # between two looks whether there are descriptors again
+PATIENCE_S = 1.0  # for which connections wait in the queue before they are refused
+_TELL_AGAIN_S = 60.0
+
+_log = get_logger("llm_datadist.link")
+
+
+class Accepting:
+    """What is done when a listening socket is readable.
+
+    Args:
+        sock: It; non-blocking.
+        where: Its name, in a log record.
+        take: Takes over each connection, with the peer's address.
+        refuse: Tells a connection why it is not taken; it is closed afterwards.
+        clock: The time now, seconds of a monotonic clock.
+
+    Raises:
+        OSError: There is no spare descriptor.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        where: str,
+        take: Callable[[socket.socket, Any], None],
+        refuse: Callable[[socket.socket, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sock = sock
+        self._where = where
+        self._take = take
+        self._refuse = refuse
+        self._clock = clock
+        self._short_since: float | None = None
+        self._told_at = -_TELL_AGAIN_S
+        self._spare: FileIO | None = _open_spare()
+
+    def run(self) -> float:
+        """Accepts what waits; for how long the listener must be left alone then, in seconds: mostly 0."""
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                sock, peer = self._sock.accept()
+            except (BlockingIOError, InterruptedError):
+                break
+            except ConnectionError:  # gone before it was accepted
+                continue
+            except OSError as error:
+                return self._do_without(error)
+            self._short_since = None
+            try:
+                self._take(sock, peer)
+            except (OSError, MemoryError) as error:
+                _log.warning("a connection that came in at %s is refused: %s", self._where, reason_of(error))
+                with sock, suppress(OSError):
+                    self._refuse(sock, reason_of(error))
+        self._take_spare_back()
+        return 0.0
+
+    def close(self) -> None:
+        """Gives the spare descriptor back, also in a forked child. Idempotent."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.close()
+
+    def _do_without(self, error: OSError) -> float:
+        if self._sock.fileno() < 0:  # closed by what was accepted before
+            return 0.0
+        now = self._clock()
+        if self._short_since is None:
+            self._short_since = now
+        if now >= self._told_at + _TELL_AGAIN_S:
+            self._told_at = now
+            _log.warning("cannot accept on %s: %s; connections wait", self._where, reason_of(error))
+        if now >= self._short_since + PATIENCE_S:
+            self._turn_away(reason_of(error))
+        self._take_spare_back()
+        return PAUSE_S
+
+    def _turn_away(self, reason: str) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            if self._spare is None:
+                return
+            self.close()
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:  # nobody is left, or another thread has taken what was free
+                return
+            with sock, suppress(OSError):
+                self._refuse(sock, reason)
+            self._take_spare_back()
+
+    def _take_spare_back(self) -> None:
+        if self._spare is None and self._sock.fileno() >= 0:
+            with suppress(OSError):
+                self._spare = _open_spare()
+
+
+def _open_spare() -> FileIO:
+    return FileIO("/dev/null")

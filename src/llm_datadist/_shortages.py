@@ -1,0 +1,130 @@
+"""What the system refuses for a while: threads, descriptors, memory. In words that help, and as an exception.
+
+Invariants: no function here fails for want of what it speaks of. A thread that could not be started has left
+nothing behind, so whoever asked for it may note it as started once ``start_thread`` has returned, not before.
+Threads: all functions may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from llm_datadist.status import LLMException, LLMStatusCode, OutOfMemoryError
+
+_NO_MEMORY = (errno.ENOMEM, errno.ENOBUFS)
+_SHORT = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOSPC, *_NO_MEMORY))  # ENOSPC: of epoll
+
+
+def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
+    """A daemon thread that runs ``target``.
+
+    Raises:
+        OutOfMemoryError: The system gives none; the text has the limits.
+    """
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError) as error:
+        raise OutOfMemoryError(f"thread {name} cannot be started: {error}; {_thread_limits()}") from error
+    return thread
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether the same call may work a moment later, when others have given something back."""
+    if isinstance(error, OSError):
+        return error.errno in _SHORT
+    return isinstance(error, (MemoryError, OutOfMemoryError))
+
+
+def reason_of(error: BaseException) -> str:
+    """What the system said; where something has run out, its limit and what to do about it."""
+    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError):
+        number = errno.ENOMEM
+    hint = hint_of(number)
+    return f"{said}; {hint}" if hint else said
+
+
+def hint_of(number: int | None) -> str:
+    """The limit behind an errno, and what to do about it; "" for one that is no shortage."""
+    if number == errno.EMFILE:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return (
+            f"all {limit} descriptors that this process may have (RLIMIT_NOFILE) are in use: close some, or raise "
+            "the limit (ulimit -n)"
+        )
+    if number == errno.ENFILE:
+        return f"all files of the system (fs.file-max: {_text('/proc/sys/fs/file-max')}) are in use: raise it"
+    if number == errno.ENOSPC:
+        watches = _text("/proc/sys/fs/epoll/max_user_watches")
+        return f"this user's watches (fs.epoll.max_user_watches: {watches}) are in use: raise it"
+    if number in _NO_MEMORY:
+        return (
+            f"the system gives no more memory (RLIMIT_AS: {_limit(resource.RLIMIT_AS)}, vm.max_map_count: "
+            f"{_text('/proc/sys/vm/max_map_count')}, the memory.max of the cgroup): free some, or raise the limit"
+        )
+    return ""
+
+
+def failure_of(what: str, error: BaseException) -> LLMException:
+    """The exception for a system error: LLM_OUT_OF_MEMORY for a shortage, LLM_FAILED for any other."""
+    text = f"{what}: {reason_of(error)}"
+    if is_shortage(error):
+        return OutOfMemoryError(text)
+    return LLMException(text, status_code=LLMStatusCode.LLM_FAILED)
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """System errors within become exceptions of ours.
+
+    Args:
+        what: Was tried, and could not be done: how the text begins.
+
+    Raises:
+        LLMException: See ``failure_of``.
+    """
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        raise failure_of(what, error) from error
+
+
+def _thread_limits() -> str:
+    pids = "; ".join(_pids_limits()) or "none that is visible here"
+    return (
+        f"this process has {threading.active_count()} threads of Python, RLIMIT_NPROC (ulimit -u, of all processes "
+        f"of the user) is {_limit(resource.RLIMIT_NPROC)}, pids.max of its cgroup {pids}: end some, or raise the limit"
+    )
+
+
+def _pids_limits() -> Iterator[str]:
+    for line in _text("/proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        root = Path("/sys/fs/cgroup", *([] if not controllers else [controllers]))
+        if controllers in ("", "pids"):
+            folder = str(root) + path.rstrip("/")
+            most = _text(f"{folder}/pids.max")
+            if most != _UNKNOWN:
+                yield f"is {most}, {_text(f'{folder}/pids.current')} in use"
+
+
+_UNKNOWN = "unknown"
+
+
+def _text(path: str) -> str:
+    with suppress(OSError, ValueError):
+        return Path(path).read_text().strip()
+    return _UNKNOWN
+
+
+def _limit(which: int) -> str:
+    soft = resource.getrlimit(which)[0]
+    return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
