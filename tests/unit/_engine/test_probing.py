@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,15 +25,17 @@ class Channel:
 
 
 class Transport:
-    """Opens, unless it has a reason not to."""
+    """Opens, unless it has a reason not to, or an exception."""
 
-    def __init__(self, name: str, log: list[str], refusal: str = "") -> None:
+    def __init__(self, name: str, log: list[str], refusal: str | BaseException = "") -> None:
         self.name, self.caps = name, CAPS[name]
         self._log, self._refusal = log, refusal
         self.channels: list[Channel] = []
 
     def open(self, peer: PeerEndpoint, *, deadline: float) -> Channel:
         self._log.append(f"{self.name} {peer.blob.decode()}")
+        if isinstance(self._refusal, BaseException):
+            raise self._refusal
         if self._refusal:
             raise TransportUnavailable(self._refusal)
         self.channels.append(Channel())
@@ -43,7 +46,7 @@ class Scene:
     """An engine's transports and a peer that offers some."""
 
     def __init__(
-        self, *, refusals: dict[str, str] | None = None, missing: dict[str, str] | None = None
+        self, *, refusals: dict[str, Any] | None = None, missing: dict[str, str] | None = None
     ) -> None:
         refusals, self.missing = refusals or {}, missing or {}
         self.log: list[str] = []
@@ -90,6 +93,52 @@ def test_opens_until_one_reaches_all(
     assert scene.log == tried
     assert not any(channel.closed for channel in scene.channels())
     assert (peer.serving is not None) == ("tcp" in offers), "the peer may need connections where we do not"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files; all "),
+        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied"),
+        (MemoryError(), "RLIMIT_AS"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("failing", "ways"),
+    [
+        (("shm",), ("local",)),
+        (("shm", "local"), ("nixl", "tcp")),
+        (("local", "nixl"), ("shm", "tcp")),
+        (("shm", "local", "nixl"), ("tcp",)),
+        (("tcp",), ("shm", "local")),
+    ],
+)
+def test_g8_a_failure_of_one_is_not_taken_for_a_failure_of_all(
+    error: Exception, words: str, failing: tuple[str, ...], ways: tuple[str, ...]
+) -> None:
+    scene = Scene(refusals=dict.fromkeys(failing, error))
+    choice, peer = scene.run(*ALL)
+    assert choice.names == ways == tuple(way.name for way in peer.ways)
+    told = {reason.partition(": ")[0]: reason for reason in peer.reasons}
+    for name in failing:
+        if name in told:  # tcp stands for itself: who is read by local has no need of it
+            assert f"{name}: it cannot be opened: " in told[name] and words in told[name]
+    assert not any(channel.closed for channel in scene.channels())
+
+
+def test_g8_a_failure_of_all_leaves_nothing_open() -> None:
+    error = OSError(errno.EMFILE, "Too many open files")
+    scene = Scene(refusals=dict.fromkeys(("local", "nixl", "tcp"), error))
+    choice, peer = scene.run("local", "nixl", "tcp")
+    assert peer is None and choice.names == ()
+    assert sum("Too many open files" in reason for reason in choice.reasons) == 3
+
+
+def test_g8_a_bug_of_one_leaves_nothing_open() -> None:
+    scene = Scene(refusals={"tcp": ZeroDivisionError()})
+    with pytest.raises(ZeroDivisionError):
+        scene.run(*ALL)
+    assert scene.channels() and all(channel.closed for channel in scene.channels())
 
 
 @pytest.mark.parametrize("side", ["backend", "theirs"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +17,7 @@ from llm_datadist import (
     LLMDataDist,
     LLMRole,
     LLMStatusCode,
+    OutOfMemoryError,
     ParamInvalidError,
 )
 from llm_datadist._engine import transport_set
@@ -22,7 +26,7 @@ from llm_datadist.transports.local import LocalTransport
 from llm_datadist.transports.nixl import NixlTransport
 from llm_datadist.transports.seam import TransportUnavailable
 from llm_datadist.transports.shm import ShmTransport
-from tests.support import actors
+from tests.support import actors, leaks
 from tests.support.allocated import pool
 from tests.support.engines import Engines
 from tests.support.fake_nixl import World
@@ -123,6 +127,51 @@ def test_auto_does_without_what_is_not_worth_it(
         assert not world.made
     finally:
         made.finalize()
+
+
+def _failing(kind: type, number: int, patch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **named: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    patch.setattr(kind, "__init__", fail)
+
+
+@pytest.mark.parametrize("kind", [ShmTransport, LocalTransport, NixlTransport])
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EAFNOSUPPORT, errno.ENOSYS])
+def test_g8_one_that_this_system_does_not_have_is_left_out_with_its_reason(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: Any, number: int
+) -> None:
+    """No abstract sockets, no memfd, a profile that forbids a call: whatever the system says."""
+    _failing(kind, number, monkeypatch)
+    with Engines("B", "auto") as engines:
+        owner, reader = engines.make(1), engines.make(2)
+        assert kind.name not in parts(reader).opened and kind.name not in offered(reader)
+        assert engines.link(reader, 1, owner) == SUCCESS
+        reason = f"this system does not let it be opened: {os.strerror(number)}"
+        assert parts(reader).missing[kind.name] == reason
+        if kind is not NixlTransport:  # that one comes after local, which reaches everything
+            assert f"{kind.name}: {reason}" in _chosen(reader)[1]
+        _move_both_ways(engines, owner, reader, "B")
+    before = leaks.take()
+    with pytest.raises(FeatureNotEnabledError, match=re.escape(os.strerror(number))) as told:
+        engine(kind.name)
+    assert f"{kind.name!r}, which is not to be had here" in str(told.value)
+    assert not leaks.differences(before)
+
+
+@pytest.mark.parametrize("kind", [ShmTransport, LocalTransport, NixlTransport])
+@pytest.mark.parametrize("backend", ["auto", "forced"])
+def test_g8_what_is_merely_short_is_no_reason_to_do_without_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: Any, backend: str
+) -> None:
+    backend = kind.name if backend == "forced" else backend
+    _failing(kind, errno.EMFILE, monkeypatch)
+    before = leaks.take()
+    with pytest.raises(OutOfMemoryError, match="RLIMIT_NOFILE") as told:
+        engine(backend)
+    assert f"transport {kind.name} cannot be opened" in str(told.value)
+    assert not leaks.differences(before)
+    monkeypatch.undo()
 
 
 def test_close_is_for_all_and_may_be_called_again(world: World) -> None:
