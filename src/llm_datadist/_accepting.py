@@ -75,7 +75,7 @@ class Accepting:
             try:
                 self._take(sock, peer)
             except (OSError, MemoryError) as error:
-                _log.warning("a connection that came in at %s is refused: %s", self._where, reason_of(error))
+                self._tell("a connection that came in at %s is refused: %s", error)
                 with sock, suppress(OSError):
                     self._refuse(sock, reason_of(error))
         self._take_spare_back()
@@ -93,13 +93,17 @@ class Accepting:
         now = self._clock()
         if self._short_since is None:
             self._short_since = now
-        if now >= self._told_at + _TELL_AGAIN_S:
-            self._told_at = now
-            _log.warning("cannot accept on %s: %s; connections wait", self._where, reason_of(error))
+        self._tell("cannot accept on %s: %s; connections wait", error)
         if now >= self._short_since + PATIENCE_S:
             self._turn_away(reason_of(error))
         self._take_spare_back()
         return PAUSE_S
+
+    def _tell(self, text: str, error: OSError | MemoryError) -> None:
+        now = self._clock()
+        if now >= self._told_at + _TELL_AGAIN_S:
+            self._told_at = now
+            _log.warning(text, self._where, reason_of(error))
 
     def _turn_away(self, reason: str) -> None:
         for _ in range(ACCEPTS_PER_TURN):

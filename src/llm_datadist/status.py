@@ -111,7 +111,7 @@ class LinkBusyError(LLMException):
 
 
 class OutOfMemoryError(LLMException):
-    """LLM_OUT_OF_MEMORY: a pool or a queue is full."""
+    """LLM_OUT_OF_MEMORY: a pool or a queue is full, or the system has no thread, descriptor or memory left."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text, status_code=LLMStatusCode.LLM_OUT_OF_MEMORY)

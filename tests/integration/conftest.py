@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.support.pair import COMBOS, MODE_A, MODE_B, Combo, Pair, make_pair
 from tests.support.pool import Spawner
+from tests.support.short_pair import ShortPair, hurry, one_at_a_time
 from tests.support.which_combos import TWO_COMBOS
 
 # Where pool memory plays no part: there it is for `make test-long`.
@@ -70,3 +71,16 @@ def pair_b(spawn: Spawner, combo_b: Combo) -> Pair:
 def pair_of(spawn: Spawner) -> Callable[[str, str], Pair]:
     """P and D of one given mode and transport."""
     return lambda mode, backend: make_pair(spawn, Combo(mode, backend))
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is waited for while something is short happens sooner."""
+    hurry(monkeypatch)
+
+
+@pytest.fixture
+def short_pairs(hurried: None) -> Iterator[Callable[..., ShortPair]]:
+    """Makes two engines of this process, of a mode and a transport; each call ends those before."""
+    with one_at_a_time() as make:
+        yield make

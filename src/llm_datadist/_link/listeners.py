@@ -80,7 +80,7 @@ class Listeners:
         """Listens there instead of where it did; None: nowhere. The same address again: nothing happens.
 
         Raises:
-            LLMException: LLM_FAILED: it cannot be bound; it listens where it did.
+            LLMException: LLM_FAILED: it cannot be bound; it listens where it did, unless the text names that address.
         """
         old = self._main
         wanted = None if place is None else place.address
@@ -94,6 +94,7 @@ class Listeners:
             self._main = None if place is None else self._take(place)
         except LLMException:
             if goes_first and old is not None:
+                self._main = None
                 self._main = self._take(find_place(old.listener.address))
             raise
         self._wanted = wanted

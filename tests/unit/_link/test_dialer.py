@@ -13,6 +13,7 @@ from llm_datadist._link import dialer
 from llm_datadist._link.dialer import Connector, numeric
 from llm_datadist._link.loop import ControlLoop
 from llm_datadist._link.seam import Address
+from tests.support.shortage import Shortage
 
 
 @pytest.fixture
@@ -149,3 +150,29 @@ def test_a_socket_connected_to_itself_is_recognised() -> None:
 def test_ipv4_through_a_listener_of_both_families_reads_as_ipv4() -> None:
     assert numeric(("::ffff:127.0.0.1", 80, 0, 0)) == Address("127.0.0.1", 80)
     assert str(numeric(("::1", 80, 0, 0))) == "[::1]:80"
+
+
+def test_g3_a_name_that_no_thread_can_look_up_is_a_failure_at_once(loop: ControlLoop) -> None:
+    with Shortage(1):
+        _, result = connect(loop, Address("localhost", 1))
+        assert result.ended.wait(5)
+    assert result.sock is None and result.count == 1
+    assert result.reason.startswith(
+        "cannot resolve 'localhost': thread llm-datadist-resolve cannot be started"
+    )
+    assert "RLIMIT_NPROC" in result.reason
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_g14_a_socket_that_is_not_to_be_had_is_a_failure_with_its_limit(
+    loop: ControlLoop, listener: socket.socket, first: int
+) -> None:
+    address = Address("127.0.0.1", listener.getsockname()[1])
+    with Shortage(first):
+        _, result = connect(loop, address)
+        assert result.ended.wait(5)
+    assert result.sock is None and result.count == 1
+    assert ("RLIMIT_NOFILE", "max_user_watches")[first - 1] in result.reason
+    _, result = connect(loop, address)
+    assert result.ended.wait(5) and result.sock is not None
+    result.sock.close()
