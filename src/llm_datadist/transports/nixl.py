@@ -89,11 +89,11 @@ class NixlTransport:
         self._channels: set[NixlChannel] = set()
         self._books: dict[str, Book] = {}
         self._tokens: dict[bytes, tuple[str, U64]] = {}
-        self._serving = self._agents(random_bytes(12).hex(), True)
         self._page = ProofPage()
         self._nonce = random_bytes(PROOF_NBYTES)  # stays: it tells readers that we live
         self._nonce_slot = self._page.show(self._nonce)
         self._always: tuple[bytes, bytes] | None = None
+        self._serving = self._agents(random_bytes(12).hex(), True)
         try:
             self._enter(
                 "host", np.array([[0, self._page.nbytes]], dtype=np.uint64) + np.uint64(self._page.address)

@@ -20,13 +20,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from llm_datadist._shortages import reason_of
+from llm_datadist._shortages import is_shortage, reason_of
 from llm_datadist._waiting import Changes, Ticket
 from llm_datadist.transports._sockets import is_gone, round_trip_s, tune
 from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint
 from llm_datadist.transports.tcp_reading import ReadingConnection
 
 _ASK_AGAIN_S = 1.0  # the peer may have failed to dial; well above a round trip
+_SHORT_S = 0.1  # between two tries where there are no descriptors
 _LONGEST_WAIT_S = 3600.0
 _CLOSED = Fault(FaultKind.CANCELLED, "the link was closed")
 
@@ -75,6 +76,7 @@ class ConnectionPool:
         self._dialling: set[Taker] = set()  # or about to
         self._waiting: set[Taker] = set()
         self._asked: deque[float] = deque()  # when; as many as have not come in
+        self._short_until = 0.0  # until then no other one is dialled: there was no descriptor for it
         self._closed = False
 
     @property
@@ -106,9 +108,12 @@ class ConnectionPool:
                 continue
             if found is not None:
                 return found
-            if self._peer.address is not None:
-                return self._dial(taker, self._peer.address, deadline)
-            self._peer.ask_for_connections(1)
+            if self._peer.address is None:
+                self._peer.ask_for_connections(1)
+                continue
+            dialled = self._dial(taker, self._peer.address, deadline)
+            if not isinstance(dialled, Fault) or not self._may_wait_instead(dialled):
+                return dialled
 
     def give_back(self, taker: Taker, connection: ReadingConnection) -> None:
         """The read is over: the connection is kept if it is in step."""
@@ -217,10 +222,20 @@ class ConnectionPool:
             return self._lend(taker)
         return None if self._may_grow(taker, now) else self._changes.ticket()
 
+    def _may_wait_instead(self, fault: Fault) -> bool:
+        """Whether it was for want of descriptors, and there are connections in use that will be idle again."""
+        if fault.cause is None or not is_shortage(fault.cause):
+            return False
+        with self._lock:
+            self._short_until = self._clock() + _SHORT_S
+            return bool(self._open)
+
     def _may_grow(self, taker: Taker, now: float) -> bool:
         while self._asked and self._asked[0] <= now - _ASK_AGAIN_S:
             self._asked.popleft()
         if len(self._open) + len(self._dialling) + len(self._asked) >= self.limit:
+            return False
+        if self._open and now < self._short_until:
             return False
         if self._peer.address is None:
             if len(self._asked) >= len(self._waiting):

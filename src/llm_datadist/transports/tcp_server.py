@@ -59,9 +59,8 @@ class TcpServer:
     def drop(self, link: ServedLink) -> None:
         """Cuts off all connections of a link, also in mid-answer."""
         with self._lock:
-            if self._thread is None:
-                return
-        self._post(lambda: self._drop(link))
+            if self._thread is not None:
+                self._command(lambda: self._drop(link))
 
     def close(self) -> None:
         """Ends the thread and all connections. Idempotent."""
@@ -98,9 +97,13 @@ class TcpServer:
             if self._thread is None:
                 with named("the thread that serves reads over tcp cannot be started"):
                     self._start()
-            self._commands.append(command)
-            os.eventfd_write(self._wake_fd, 1)
+            self._command(command)
             return True
+
+    def _command(self, command: Callable[[], None]) -> None:
+        """Under the lock."""
+        self._commands.append(command)
+        os.eventfd_write(self._wake_fd, 1)
 
     def _start(self) -> None:
         with contextlib.ExitStack() as undo:
@@ -121,6 +124,10 @@ class TcpServer:
         try:
             while not self._stopping:
                 self._round(epoll, scratch, epoll.poll())
+        except Exception:
+            logger.exception(
+                "the thread that serves reads over tcp has failed; the next connection starts another"
+            )
         finally:
             self._shut(epoll)
 
@@ -138,11 +145,12 @@ class TcpServer:
 
     def _shut(self, epoll: select.epoll) -> None:
         with self._lock:
-            self._stopping = True
             wake_fd, self._wake_fd = self._wake_fd, -1
+            self._thread = self._epoll = None
+            connections, self._connections = self._connections, {}
         self._run_commands()  # sockets that were handed over too late are in there
-        for connection in list(self._connections.values()):
-            self._close(connection)
+        for connection in connections.values():
+            connection.close()
         epoll.close()
         os.close(wake_fd)
 
