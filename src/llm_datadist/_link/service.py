@@ -94,17 +94,21 @@ class LinkService:
         self._tickets = itertools.count(1)
 
     def start(self) -> None:
-        """Binds the listener and starts the control thread. When it has raised, ``stop`` frees what it holds.
+        """Binds the listener and starts the control thread. When it has raised, it is stopped.
 
         Raises:
             LLMException: LLM_FAILED: it cannot listen; the text has the address and the system's reason.
                 LLM_OUT_OF_MEMORY: there is no thread, or there are no descriptors.
         """
         listen = self._settings.listen
-        place = None if listen is None else find_place(listen)
-        self.open()
-        self._listen_on(place)
-        self._loop.start()
+        try:
+            place = None if listen is None else find_place(listen)
+            self.open()
+            self._listen_on(place)
+            self._loop.start()
+        except BaseException:
+            self.stop("it could not be started")
+            raise
 
     def open(self) -> None:
         """Takes what ``add_reader`` needs, before ``start``. Idempotent.
