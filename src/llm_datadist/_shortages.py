@@ -30,7 +30,7 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
     try:
         thread.start()
     except (RuntimeError, MemoryError) as error:
-        raise OutOfMemoryError(f"thread {name} cannot be started: {error}; {_thread_limits()}") from error
+        raise OutOfMemoryError(f"thread {name} cannot be started: {error}; {thread_limits()}") from error
     return thread
 
 
@@ -96,11 +96,13 @@ def named(what: str) -> Iterator[None]:
         raise failure_of(what, error) from error
 
 
-def _thread_limits() -> str:
+def thread_limits() -> str:
+    """What may be behind a thread that cannot be started, and what to do about it."""
     pids = "; ".join(_pids_limits()) or "none that is visible here"
     return (
         f"this process has {threading.active_count()} threads of Python, RLIMIT_NPROC (ulimit -u, of all processes "
-        f"of the user) is {_limit(resource.RLIMIT_NPROC)}, pids.max of its cgroup {pids}: end some, or raise the limit"
+        f"of the user) is {_limit(resource.RLIMIT_NPROC)}, pids.max of its cgroup {pids}, "
+        f"kernel.threads-max {_text('/proc/sys/kernel/threads-max')}: end some, or raise the limit"
     )
 
 

@@ -28,7 +28,12 @@ class Snapshot:
 def take() -> Snapshot:
     idle = idle_peers()
     pids = {peer.pid for peer in idle}
-    threads = Counter(t.name for t in threading.enumerate() if t.name not in {f"peer-{p}" for p in pids})
+    threads = Counter(
+        thread.name
+        for thread in threading.enumerate()
+        # Python keeps a dummy of a thread that it has not started itself, also when that one has long ended.
+        if thread.name not in {f"peer-{p}" for p in pids} and not isinstance(thread, threading._DummyThread)
+    )
     return Snapshot(
         fds=len(os.listdir("/proc/self/fd")) - FDS_PER_PEER * len(idle),
         threads=frozenset(f"{name} x{count}" for name, count in threads.items()),

@@ -40,7 +40,6 @@ class Draining:
 
         Raises:
             LinkBusyError: Transfers are still in flight when the time is over; what and with whom.
-            OutOfMemoryError: No thread can be started; nothing has changed.
         """
         deadline = time.monotonic() + timeout_ms / 1000
         work = _Work(self._state, self._catalog, deadline, caller, lambda: call.dropped)

@@ -24,6 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 from llm_datadist._logs import get_logger
+from llm_datadist._shortages import thread_limits
 from llm_datadist._waiting import Latch
 from llm_datadist.status import EngineFinalizedError, LLMException, LLMStatusCode, OutOfMemoryError
 
@@ -59,8 +60,8 @@ class Call(Protocol):
 def no_thread(what: str) -> OutOfMemoryError:
     """The system refuses a thread."""
     return OutOfMemoryError(
-        f"no thread can be started for {what}: the limit of threads or processes is reached (ulimit -u, pids.max of "
-        "the cgroup, kernel.threads-max); raise it or end others, then call again"
+        f"no thread can be started for {what}: a limit of threads or processes is reached: {thread_limits()}, then "
+        "call again"
     )
 
 
