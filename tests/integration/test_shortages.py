@@ -131,7 +131,7 @@ def test_g3_g14_the_first_pull_with_either_side_short(
         pair = short_pairs(mode, backend, serving=False)
         assert pair.up() == SUCCESS
         reader, owner = (pair.a, pair.b) if dialled else (pair.b, pair.a)
-        with shortage, contextlib.nullcontext() if dialled else little_time(reader):
+        with shortage, little_time(reader) if lasting and not dialled else contextlib.nullcontext():
             error = attempt(pair.pull, reader, owner)
         if error is None:
             assert pair.arrived(reader)
@@ -158,7 +158,7 @@ def test_g14_a_push_with_either_side_short(
     for shortage in shortages(lasting=lasting):
         pair = short_pairs("B", backend)
         assert pair.up() == SUCCESS
-        with shortage, little_time(pair.a):
+        with shortage, little_time(pair.a) if lasting else contextlib.nullcontext():
             error = attempt(pair.push, pair.a, pair.b)
         if not isinstance(error, LLMException) or error.status_code != LLMStatusCode.LLM_TIMEOUT:
             judge(error, shortage, OUT, LINK_FAILED)

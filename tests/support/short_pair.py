@@ -51,7 +51,7 @@ def little_time(engine: dd.LLMDataDist) -> Iterator[None]:
     """For transfers that wait in vain meanwhile."""
     state = engine._engine._state  # type: ignore[union-attr]
     whole = state.options
-    state.options = replace(whole, sync_kv_timeout_ms=200)
+    state.options = replace(whole, sync_kv_timeout_ms=500)
     yield
     state.options = whole
 

@@ -51,17 +51,14 @@ class Shortage:
         first: The number of the thing that is refused, from 1.
         lasting: And all after it.
         number: The errno for descriptors.
-        spared: Threads with such a name are not counted.
 
     Attributes:
         asked: What was asked for.
         refused: What of it was refused.
     """
 
-    def __init__(
-        self, first: int, *, lasting: bool = False, number: int = errno.EMFILE, spared: str = "worker"
-    ) -> None:
-        self._first, self._lasting, self._number, self._spared = first, lasting, number, spared
+    def __init__(self, first: int, *, lasting: bool = False, number: int = errno.EMFILE) -> None:
+        self._first, self._lasting, self._number = first, lasting, number
         self._lock = threading.Lock()
         self._over = False
         self._free = 0  # descriptors that a spare has left
@@ -180,11 +177,15 @@ class Shortage:
         start = threading.Thread.start
 
         def started(thread: threading.Thread) -> None:
-            if thread.name.startswith("llm") and self._spared not in thread.name and self.refuses("thread"):
+            if thread.name.startswith("llm") and self._counts(thread) and self.refuses("thread"):
                 raise RuntimeError("can't start new thread")
             start(thread)
 
         self._patch.setattr(threading.Thread, "start", started)
+
+    def _counts(self, thread: threading.Thread) -> bool:
+        """Workers that get none for good only let the other side wait until its time is over."""
+        return not (self._lasting and "worker" in thread.name)
 
     def _patch_memory(self) -> None:
         map_one = mmap.mmap
