@@ -188,7 +188,7 @@ def test_g16_an_honest_peer_is_read(scene: Scene, honest: Impostor) -> None:
     """What the attacks lack."""
     mine = ctypes.create_string_buffer(SECRET, 1024)
     honest.publish(ctypes.addressof(mine))
-    answer = honest.offer(ctypes.addressof(mine))
+    answer = honest.offer(ctypes.addressof(mine), time_left_ms=10_000)
     assert isinstance(answer, Done) and answer.code == LLMStatusCode.LLM_SUCCESS
     assert scene.victim.call(holds_secret)
 

@@ -99,7 +99,9 @@ class Impostor(RawPeer):
         )
         self.send(Publish(entry=entry), [address] * tensors)
 
-    def offer(self, address: int, source_id: int = 7, tensors: int = 1) -> Message | None:
+    def offer(
+        self, address: int, source_id: int = 7, tensors: int = 1, time_left_ms: int = 300
+    ) -> Message | None:
         """Offers it as the source of a push; what comes of it."""
         value = struct.unpack_from("<Q", SECRET)[0]
         target = KeyRef(kind="blocks", model_id=MODEL_ID)
@@ -112,7 +114,7 @@ class Impostor(RawPeer):
                 part=0,
                 lease_id=1,
                 lease=Word(address=address, value=value),
-                time_left_ms=2000,
+                time_left_ms=time_left_ms,
             )
         )
         while (answer := self.hear()) is not None and not isinstance(answer, (Done, Refused)):
