@@ -171,7 +171,9 @@ class ControlLoop:
 
     def _wake(self) -> None:
         if not self._woken and not self._closed and not self.on_thread():
-            os.eventfd_write(self._wake_fd, 1)  # first: an interrupt in between wakes it twice
+            os.eventfd_write(
+                self._wake_fd, 1
+            )  # first: an interrupt between the two costs a turn, not all later ones
             self._woken = True
 
     # ---- control thread ----------------------------------------------------------------------------
