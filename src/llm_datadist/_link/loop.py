@@ -171,9 +171,8 @@ class ControlLoop:
 
     def _wake(self) -> None:
         if not self._woken and not self._closed and not self.on_thread():
-            os.eventfd_write(
-                self._wake_fd, 1
-            )  # first: an interrupt between the two costs a turn, not all later ones
+            # First: an interrupt between the two costs a turn, not the wake-up of every later call.
+            os.eventfd_write(self._wake_fd, 1)
             self._woken = True
 
     # ---- control thread ----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import selectors
@@ -15,6 +16,7 @@ import pytest
 from llm_datadist import OutOfMemoryError
 from llm_datadist._link.loop import MIN_PURGE, ControlLoop
 from tests.support.shortage import Shortage
+from tests.support.steps import Steps
 
 
 @pytest.fixture
@@ -279,3 +281,14 @@ def test_g14_a_loop_that_cannot_be_opened_holds_nothing(first: int) -> None:
         loop.open()
     assert len(os.listdir("/proc/self/fd")) == before
     loop.stop(1)
+
+
+def test_g13_an_interrupted_call_leaves_a_thread_that_others_can_wake(loop: ControlLoop) -> None:
+    for number in itertools.count(1):
+        interrupted = Steps(number, files="loop.py").run(lambda: loop.call_soon(lambda: None))
+        done = threading.Event()
+        loop.call_soon(done.set)
+        assert done.wait(2), number
+        if not interrupted:
+            break
+    assert number > 3
