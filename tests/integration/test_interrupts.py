@@ -17,13 +17,11 @@ from llm_datadist import (
     CacheDesc,
     CacheKey,
     DataType,
-    LLMDataDist,
-    LLMRole,
     LLMStatusCode,
     Placement,
 )
 from llm_datadist._engine.errands import Errand
-from tests.support import actors, allocated
+from tests.support import allocated
 from tests.support.engines import Engines, Layers, unlink
 from tests.support.memory import FILL
 from tests.support.pair import COMBOS, SUCCESS, Combo
@@ -385,25 +383,3 @@ def test_g12_an_interrupt_while_the_engine_is_at_any_step_leaves_nothing(
         assert strike_all(two, make(), stride, strike) > 1
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize("stride", SOME)
-def test_g12_an_interrupted_init_leaves_nothing_and_an_interrupted_finalize_is_one(stride: int) -> None:
-    values = actors.options("B", "auto", "127.0.0.1:0", MemPoolConfig=allocated.pool(POOL_NBYTES))
-    threads = threading.active_count()
-    for number in itertools.count(1, stride):
-        dist = LLMDataDist(LLMRole.MIX, 5)
-        init, end = Steps(number), Steps(number)
-        begun = init.run(lambda: dist.init(values))  # noqa: B023
-        if begun:
-            assert dist._engine is None, init.where
-            assert wait_until(lambda: threading.active_count() == threads, END_S), init.where
-            dist.init(values)  # another object may be initialised as well: none is
-        ended = end.run(dist.finalize)
-        if ended:
-            dist.finalize()
-        assert dist._engine is None, end.where
-        assert wait_until(lambda: threading.active_count() == threads, END_S), end.where
-        if not begun and not ended:
-            break
-    assert number > 20
