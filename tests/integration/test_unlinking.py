@@ -12,8 +12,8 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
 from llm_datadist._engine import executor, initiator
+from llm_datadist._engine.initiator import _Pull
 from llm_datadist._engine.linking import Linking
-from llm_datadist._link.service import LinkService
 from tests.support.engines import Engines, Layers, unlink
 from tests.support.pair import COMBOS, MODE_A, SUCCESS, Combo
 from tests.support.which_combos import TWO_COMBOS
@@ -121,7 +121,7 @@ def test_a_pull_under_an_unlink_with_force_knows_that_the_link_went(
     assert two.other._engine is not None
     service = two.other._engine._state.links
     held, asked = threading.Event(), threading.Event()
-    move, ping = executor.move, LinkService.ping
+    move, check_owner = executor.move, _Pull.check_owner
 
     def hold() -> None:
         held.set()
@@ -134,12 +134,12 @@ def test_a_pull_under_an_unlink_with_force_knows_that_the_link_went(
         assert wait_until(lambda: [c.leases for c in two.owner.cache_manager.caches()] == [0])
         move(*args)
 
-    def ask(self: LinkService, *args: Any) -> Any:
+    def ask(pull: _Pull) -> None:
         asked.set()
-        return ping(self, *args)
+        check_owner(pull)
 
     monkeypatch.setattr(initiator, "move", move_too_late)
-    monkeypatch.setattr(LinkService, "ping", ask)
+    monkeypatch.setattr(_Pull, "check_owner", ask)
     try:
         with pytest.raises(LLMException) as caught:
             two.pull()
