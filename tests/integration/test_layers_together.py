@@ -25,8 +25,20 @@ def two(request: pytest.FixtureRequest) -> Iterator[Two]:
         yield two
 
 
+class AfterFirst(Calls):
+    """The first layer is read alone: the others are there once its read has begun."""
+
+    def __init__(self, reads: list[list[int]]) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        assert layer_index == 0 or wait_until(lambda: self._reads)
+        return super().synchronize_layer(layer_index, timeout_in_millis)
+
+
 def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[[list[PartReady]], None]) -> list[list[int]]:
-    """The parts of each read; the first one begins when all others wait."""
+    """The parts of each read; the first one moves when all others wait."""
     reads: list[list[int]] = []
     real: Any = Receiver._read
 
@@ -43,7 +55,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[[list[PartReady]], N
 
 def test_layers_that_wait_are_read_together(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = watch(monkeypatch, lambda messages: None)
-    task = two.push(Calls(), two.config(0, ALL, ALL))
+    task = two.push(AfterFirst(reads), two.config(0, ALL, ALL))
     assert task.get_results(5000) == [SUCCESS]
     assert reads == [[0], [1, 2, 3]]
     assert two.right(0, ALL, ALL)
@@ -52,7 +64,7 @@ def test_layers_that_wait_are_read_together(two: Two, monkeypatch: pytest.Monkey
 def test_no_more_together_than_hold_a_layer_up(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver, "_TOGETHER_NBYTES", 2 * LAYER_NBYTES)
     reads = watch(monkeypatch, lambda messages: None)
-    task = two.push(Calls(), two.config(0, ALL, ALL))
+    task = two.push(AfterFirst(reads), two.config(0, ALL, ALL))
     assert task.get_results(5000) == [SUCCESS]
     assert reads == [[0], [1, 2], [3]]
     assert two.right(0, ALL, ALL)
@@ -66,7 +78,7 @@ def test_reads_that_were_fast_make_the_next_ones_larger(
     monkeypatch.setattr(receiver, "_TOGETHER_NBYTES", LAYER_NBYTES)
     monkeypatch.setattr(receiver, "_TOGETHER_S", seconds)
     reads = watch(monkeypatch, lambda messages: None)
-    task = two.push(Calls(), two.config(0, ALL, ALL))
+    task = two.push(AfterFirst(reads), two.config(0, ALL, ALL))
     assert task.get_results(5000) == [SUCCESS]
     assert reads == reads_of
     assert two.right(0, ALL, ALL)
@@ -102,7 +114,7 @@ def test_one_that_was_withdrawn_does_not_take_the_others_along(
                     leases.end(lease)
 
     reads = watch(monkeypatch, withdraw)
-    task = two.push(Calls(), two.config(0, ALL, ALL))
+    task = two.push(AfterFirst(reads), two.config(0, ALL, ALL))
     assert task.get_results(5000) != [SUCCESS]
     assert reads[: 2 + withdrawn] == [[0], [1, 2, 3], [1], [2]][: 2 + withdrawn]
     assert two.memory[2 * withdrawn, 1, 0] != two.into[0][2 * withdrawn, 2, 0]
@@ -114,6 +126,6 @@ def test_a_read_with_too_many_leases_is_refused(two: Two, monkeypatch: pytest.Mo
     """The owner bounds what it looks up for one read."""
     monkeypatch.setattr("llm_datadist._engine.responder.MAX_PARTS_TOGETHER", 2)
     reads = watch(monkeypatch, lambda messages: None)
-    task = two.push(Calls(), two.config(0, ALL, ALL))
+    task = two.push(AfterFirst(reads), two.config(0, ALL, ALL))
     assert task.get_results(5000) == [SUCCESS]
     assert reads == [[0], [1, 2, 3], [1], [2], [3]], "then one by one"
