@@ -25,7 +25,7 @@ def test_g10_what_it_runs_on_is_what_the_package_says() -> None:
 @pytest.mark.parametrize("target", ["demo", "test"])
 def test_g10_the_two_commands_need_python_pip_and_make(target: str, tmp_path: Path) -> None:
     """On a fresh machine: what make would run there, but for shells that only choose."""
-    command = ["make", "-n", target, f"VENV={tmp_path}/venv", "PYTHON=python3"]
+    command = ["make", "-n", "--no-print-directory", target, f"VENV={tmp_path}/venv", "PYTHON=python3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     told = re.sub(r"'[^']*'|\\\n", "", done.stdout)
     calls = [call.split() for call in re.split(r"&&|\|\||[;{}\n]", told)]
