@@ -35,7 +35,7 @@ class Accepting:
     Args:
         sock: It; non-blocking.
         where: Its name, in a log record.
-        take: Takes over each connection, with the peer's address.
+        take: Takes over each connection, with the peer's address; may return for how long no more is to come.
         refuse: Tells a connection why it is not taken; it is closed afterwards.
         clock: The time now, seconds of a monotonic clock.
 
@@ -47,7 +47,7 @@ class Accepting:
         self,
         sock: socket.socket,
         where: str,
-        take: Callable[[socket.socket, Any], None],
+        take: Callable[[socket.socket, Any], float | None],
         refuse: Callable[[socket.socket, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -73,11 +73,14 @@ class Accepting:
                 return self._do_without(error)
             self._short_since = None
             try:
-                self._take(sock, peer)
+                rest_s = self._take(sock, peer)
             except (OSError, MemoryError) as error:
                 self._tell("a connection that came in at %s is refused: %s", error)
                 with sock, suppress(OSError):
                     self._refuse(sock, reason_of(error))
+                continue
+            if rest_s:
+                return rest_s
         self._take_spare_back()
         return 0.0
 

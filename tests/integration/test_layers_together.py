@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from llm_datadist._engine import receiver
-from llm_datadist._engine.receiver import ReceivedOffer, Receiver
+from llm_datadist._engine import codec, receiver
+from llm_datadist._engine.received import ReceivedOffer
+from llm_datadist._engine.receiver import Receiver
+from llm_datadist._wire.framing import ProtocolError
 from llm_datadist._wire.messages import PartReady
 from tests.integration.test_layer_tasks import Calls, Two
 from tests.support.pair import COMBOS, SUCCESS
@@ -124,7 +126,15 @@ def test_one_that_was_withdrawn_does_not_take_the_others_along(
 @pytest.mark.parametrize("two", [c for c in COMBOS if c.backend == "tcp"], ids=str, indirect=True)
 def test_a_read_with_too_many_leases_is_refused(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner bounds what it looks up for one read."""
-    monkeypatch.setattr("llm_datadist._engine.responder.MAX_PARTS_TOGETHER", 2)
+    read = codec.read_selector
+
+    def strict(data: bytes) -> Any:
+        request, part = read(data)
+        if len(request.more_leases) > 1:
+            raise ProtocolError("too many leases")
+        return request, part
+
+    monkeypatch.setattr(codec, "read_selector", strict)
     reads = watch(monkeypatch, lambda messages: None)
     task = two.push(AfterFirst(reads), two.config(0, ALL, ALL))
     assert task.get_results(5000) == [SUCCESS]

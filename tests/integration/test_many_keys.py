@@ -26,7 +26,7 @@ def test_a_cache_with_twenty_thousand_keys(
 
     def note(handler: Any, link: Any, frame: Any, message: Any) -> None:
         if link.cluster_id == 1:
-            portions.append((len(message.entries[0].keys), message.more_keys))
+            portions.append((len(message.entry.keys), message.more_keys))
         announced(handler, link, frame, message)
 
     monkeypatch.setattr(Handler, "_announced", note)
@@ -44,8 +44,8 @@ def test_a_cache_with_twenty_thousand_keys(
         if not linked_first:
             assert engines.link(reader, 1, owner) == SUCCESS
         reader.check_link_status(1)
-        assert [n for n, _ in portions] == [8192, 8192, KEYS - 2 * 8192]
-        assert [more for _, more in portions] == [False, True, True]
+        assert [n for n, _ in portions] == [1024] * 19 + [KEYS - 19 * 1024]
+        assert [more for _, more in portions] == [False] + [True] * 19
         into = reader.cache_manager.register_blocks_cache(
             CacheDesc(1, [4, 1], DataType.DT_UINT8), [memory.ctypes.data]
         )

@@ -216,9 +216,9 @@ def test_owners_of(
     columns = [np.array(c, dtype=np.uint64) for c in (bases, *zip(*units, strict=True))]
     if not allowed:
         with pytest.raises(ParamInvalidError, match="remote_accessible=True"):
-            registry.owners_of(*columns)
+            registry.open_memory().owners_of(*columns)
         return
-    owners = {r.cache_id for r in registry.owners_of(*columns)}
+    owners = {r.cache_id for r in registry.open_memory().owners_of(*columns)}
     assert owners >= meeting(opened, written)
     assert owners <= meeting(opened, hulls)
 
@@ -233,10 +233,10 @@ def test_one_byte_past_the_end_and_the_first_bad_range_in_the_text() -> None:
     registry = Registry()
     record, _ = add(registry, Layout(1, 4, 8), [0x1000])
     owned = [np.array(c, dtype=np.uint64) for c in ([0x1000], [0, 24], [8, 8])]
-    assert registry.owners_of(*owned) == [record]
+    assert registry.open_memory().owners_of(*owned) == [record]
     owned[2] = np.array([8, 9], dtype=np.uint64)
     with pytest.raises(ParamInvalidError, match="0x1018, 0x1021"):
-        registry.owners_of(*owned)
+        registry.open_memory().owners_of(*owned)
 
 
 def test_a_small_tensor_within_a_large_one_hides_nothing_of_it() -> None:
@@ -244,7 +244,7 @@ def test_a_small_tensor_within_a_large_one_hides_nothing_of_it() -> None:
     large, _ = add(registry, Layout(1, 1, 64), [0x1000])
     small, _ = add(registry, Layout(1, 1, 8), [0x1010])
     columns = [np.array([n], dtype=np.uint64) for n in (0x1000, 0x14, 12)]
-    assert registry.owners_of(*columns) == [large, small]
+    assert registry.open_memory().owners_of(*columns) == [large, small]
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.data())

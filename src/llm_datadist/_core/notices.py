@@ -6,17 +6,18 @@ ones count against the capacity, so one that was accepted always has its place.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from llm_datadist._core import limits
 from llm_datadist.checks import check_isinstance
 from llm_datadist.clusters import Notify
 from llm_datadist.status import OutOfMemoryError, ParamInvalidError
 
-MAX_NOTIFY_NBYTES = 64 << 10  # of the name in UTF-8, and of the message: the contract's limit
-QUEUE_CAPACITY = 4096  # the contract's; full of the largest it is 512 MiB
+MAX_NOTIFY_NBYTES = limits.NOTIFY_NBYTES  # of the name in UTF-8, and of the message
+QUEUE_CAPACITY = limits.NOTIFICATIONS  # full of the largest it is 512 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,32 +61,44 @@ def check_notice(notice: Notice, name_arg: str = "name", message_arg: str = "mes
 
 
 class NoticeQueue:
-    """What peers have said and nobody has fetched yet, in the order of its coming."""
+    """What peers have said and nobody has fetched yet, in the order of its coming.
+
+    A peer that is the only one may fill it. Of several each may hold as many as are free: so there is always room
+    for the others, whoever floods it.
+    """
 
     def __init__(self, capacity: int = QUEUE_CAPACITY) -> None:
         self._capacity = capacity
         self._parked: dict[Hashable, Notify] = {}
         self._waiting: deque[Notify] = deque()
+        self._held: Counter[int] = Counter()  # by cluster
 
-    def check_room(self) -> None:
-        """Whether one more fits.
+    def check_room(self, cluster_id: int, *, alone: bool) -> None:
+        """Whether one more of that cluster fits; ``alone``: no other is linked.
 
         Raises:
-            OutOfMemoryError: It is full.
+            OutOfMemoryError: It is full, or that cluster's share is.
         """
         held = len(self._parked) + len(self._waiting)
         if held >= self._capacity:
             raise OutOfMemoryError(
                 f"the queue of notifications holds {held}, which is all it may; its owner must call get_notifies"
             )
+        mine = self._held[cluster_id]
+        if not alone and mine >= self._capacity - held:
+            raise OutOfMemoryError(
+                f"the queue of notifications holds {held}, {mine} of them of cluster {cluster_id}, and leaves the rest "
+                "to others; its owner must call get_notifies"
+            )
 
-    def park(self, ticket: Hashable, notify: Notify) -> None:
+    def park(self, ticket: Hashable, notify: Notify, *, alone: bool = True) -> None:
         """Holds one back until ``admit``.
 
         Raises:
-            OutOfMemoryError: The queue is full.
+            OutOfMemoryError: See ``check_room``.
         """
-        self.check_room()
+        self.check_room(notify.cluster_id, alone=alone)
+        self._held[notify.cluster_id] += 1
         self._parked[ticket] = notify
 
     def admit(self, ticket: Hashable) -> bool:
@@ -98,10 +111,15 @@ class NoticeQueue:
 
     def withdraw(self, ticket: Hashable) -> bool:
         """Forgets a parked one; False when it is not parked."""
-        return self._parked.pop(ticket, None) is not None
+        notify = self._parked.pop(ticket, None)
+        if notify is None:
+            return False
+        self._held[notify.cluster_id] -= 1
+        return True
 
     def take(self) -> list[Notify]:
         """All that wait; they are the caller's now."""
         taken = list(self._waiting)
         self._waiting.clear()
+        self._held = Counter(notify.cluster_id for notify in self._parked.values())
         return taken

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_datadist._core.layout import Layout
+from llm_datadist._core.open_memory import OpenMemory
 from llm_datadist._core.segments import U64
 from llm_datadist.caches import CacheDesc
 from llm_datadist.keys import INVALID_ID, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
@@ -124,7 +125,11 @@ class Registry:
     _finds: dict[int, int] = field(
         default_factory=dict
     )  # value of a key's word -> the cache that the key finds
+    _requests: dict[tuple[int, int], KeyName] = field(
+        default_factory=dict
+    )  # (cache, slot) -> its request key
     _pulled: dict[KeyName, NDArray[np.bool_]] = field(default_factory=dict)
+    _open: OpenMemory | None = None  # of now, once it was asked for
     _next_id: int = 1
 
     def check_keys(
@@ -185,12 +190,16 @@ class Registry:
             self._bound[name] = (cache_id, batch)
             self._words[name] = words[name]
             self._finds[words[name].value] = cache_id
+            if name.kind == "req":
+                self._requests.setdefault((cache_id, batch), name)
         self._records[cache_id] = record
+        self._open = None
         return record, displaced
 
     def replace(self, record: Record) -> None:
         """Enters a record in the place of the one with its id; keys find the new one, readers of the old notice."""
         self._records[record.cache_id] = record
+        self._open = None
         for name, _ in self.names_of(record):
             self._drop_word(name)
             self._set_word(name, record.cache_id)
@@ -198,6 +207,7 @@ class Registry:
     def remove(self, cache_id: int) -> Record | None:
         """Takes a cache out, with the keys that still find it."""
         record = self._records.pop(cache_id, None)
+        self._open = None
         for name, _ in record.keys if record else ():
             if self._bound.get(name, (0, 0))[0] == cache_id:
                 self._forget(name)
@@ -222,7 +232,9 @@ class Registry:
         return self._records[found[0]]
 
     def _forget(self, name: KeyName) -> None:
-        del self._bound[name]
+        slot = self._bound.pop(name)
+        if self._requests.get(slot) == name:
+            del self._requests[slot]
         self._drop_word(name)
         self._pulled.pop(name, None)
 
@@ -256,8 +268,7 @@ class Registry:
 
     def request_key_of(self, cache_id: int, batch: int) -> KeyName | None:
         """The request key bound to a slot of a cache."""
-        record = self._records[cache_id]
-        return next((n for n, b in self.names_of(record) if b == batch and n.kind == "req"), None)
+        return self._requests.get((cache_id, batch))
 
     def get(self, cache_id: int) -> Record | None:
         """The cache with this id."""
@@ -292,54 +303,8 @@ class Registry:
         """Whether that is the value of the cache's word, or of one of the keys that find it."""
         return generation == record.word.value or self._finds.get(generation) == record.cache_id
 
-    def owners_of(self, bases: U64, offsets: U64, lengths: U64) -> list[Record]:
-        """The remote-accessible caches that hold the ranges base + offset, length, for each of ``bases``.
-
-        A cache that lies wholly between two ranges of one base counts as touched too.
-
-        Raises:
-            ParamInvalidError: A range does not lie wholly within one of their tensors.
-        """
-        open_records = [r for r in self._records.values() if r.remote_accessible]
-        cover = _Cover.of(open_records)
-        # Mostly everything between the first and the last unit lies in one tensor; only where it does not,
-        # each unit is looked at.
-        low = bases + offsets.min()
-        high = bases + (offsets + lengths).max()
-        for at in np.flatnonzero(~cover.holds(low, high)):
-            starts = bases[at] + offsets
-            inside = cover.holds(starts, starts + lengths)
-            if not inside.all():
-                bad = int(np.argmin(inside))
-                start = int(starts[bad])
-                raise ParamInvalidError(
-                    f"[{start:#x}, {start + int(lengths[bad]):#x}) does not lie in one tensor that is registered "
-                    "remote-accessible at the destination; register it there with remote_accessible=True"
-                )
-        return [r for r in open_records if r.touches(low, high)]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Cover:
-    """Tensors by start address, each with the furthest end of all that begin at or before it.
-
-    A range that begins at or after that start and ends by that end lies within one of them.
-    """
-
-    starts: U64
-    reach: U64
-
-    @classmethod
-    def of(cls, records: list[Record]) -> _Cover:
-        nothing = [np.empty(0, dtype=np.uint64)]
-        starts = np.concatenate(nothing + [r.addresses for r in records])
-        ends = np.concatenate(nothing + [r.addresses + np.uint64(r.layout.tensor_nbytes) for r in records])
-        order = np.argsort(starts, kind="stable")
-        return cls(starts[order], np.maximum.accumulate(ends[order]))
-
-    def holds(self, starts: U64, ends: U64) -> NDArray[np.bool_]:
-        if not len(self.starts):
-            return np.zeros(len(starts), dtype=bool)
-        at = np.searchsorted(self.starts, starts, side="right").astype(np.int64) - 1
-        inside: NDArray[np.bool_] = (at >= 0) & (self.reach[np.maximum(at, 0)] >= ends)
-        return inside
+    def open_memory(self) -> OpenMemory:
+        """What peers may write, as it is now: to be looked through without the lock."""
+        if self._open is None:
+            self._open = OpenMemory(tuple(r for r in self._records.values() if r.remote_accessible))
+        return self._open

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,6 +12,9 @@ import msgspec
 from llm_datadist._core.layout import Layout
 from llm_datadist._core.registry import GenerationWord, KeyName
 from llm_datadist._core.segments import U64
+
+_CACHE_NBYTES = 2048  # the objects of one, its entry in the three tables included
+_KEY_NBYTES = 480
 
 
 class RemoteCache(msgspec.Struct, frozen=True, eq=False):
@@ -47,23 +51,34 @@ class RemoteTable:
 
     Attributes:
         version: Another one after every change.
+        nbytes: Of memory that it takes, about.
     """
 
     version: int = field(default=0, compare=False)
+    nbytes: int = field(default=0, compare=False)
     _caches: dict[int, RemoteCache] = field(default_factory=dict)
     _bound: dict[KeyName, tuple[int, int, GenerationWord]] = field(default_factory=dict)
     _names: dict[int, list[KeyName]] = field(default_factory=dict)
+    _taken: dict[int, int] = field(default_factory=dict, compare=False)
 
-    def put(self, cache: RemoteCache, *, more_keys: bool = False) -> None:
+    def put(self, cache: RemoteCache, *, more_keys: bool = False, most_nbytes: float = math.inf) -> None:
         """Enters or replaces a cache; a key that another one had is its now.
 
         Args:
             cache: The cache as announced.
             more_keys: Its keys come on top of those that it has here.
+            most_nbytes: What the table may take with it; else it is left out, and its owner is asked for it.
         """
         self.version += 1
         if not more_keys:
             self.drop(cache.cache_id)
+        nbytes = _CACHE_NBYTES + cache.addresses.nbytes + len(cache.token) + _KEY_NBYTES * len(cache.keys)
+        if self.nbytes + nbytes > most_nbytes:
+            for name, _ in cache.keys:  # whoever had it before has it no more
+                self._bound.pop(name, None)
+            return
+        self.nbytes += nbytes
+        self._taken[cache.cache_id] = self._taken.get(cache.cache_id, 0) + nbytes
         self._caches[cache.cache_id] = cache
         names = self._names.setdefault(cache.cache_id, [])
         for name, batch in cache.keys:
@@ -74,6 +89,7 @@ class RemoteTable:
         """Forgets a cache."""
         self.version += 1
         self._caches.pop(cache_id, None)
+        self.nbytes -= self._taken.pop(cache_id, 0)
         for name in self._names.pop(cache_id, ()):
             if self._bound.get(name, (0,))[0] == cache_id:
                 del self._bound[name]

@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from llm_datadist._core import limits
+
 T = TypeVar("T")
 
-SOURCES_NBYTES = 16 << 20  # of one side of a link: addresses of some thousand caches of hundreds of tensors
+SOURCES_NBYTES = limits.SOURCES_NBYTES
 ENTRY_NBYTES = 1024  # what each costs besides
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from llm_datadist._core import limits
 from llm_datadist._core.layout import Layout
 from llm_datadist._core.registry import KeyName, Record, key_of
 from llm_datadist._core.segments import U64
@@ -25,7 +26,6 @@ from llm_datadist.keys import BlocksCacheKey, CacheKey
 from llm_datadist.status import CacheNotExistError, ParamInvalidError
 
 _LOG = get_logger("llm_datadist.cache")
-_KEYS_A_FRAME = 8192  # about 100 bytes each on the wire, against 4 MiB that a message may have
 _LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
 _LOST_S = 1.0  # for a peer to notice the end of its link, and to give up what it was reading
 _SETTLE_S = 2.0  # for a peer to end a read that is cut off: it may have to give up a connection for that
@@ -326,13 +326,14 @@ class Catalog:
 
     # ---- mode B: what peers know ------------------------------------------------------------------------
 
-    def announce_all(self, link: Link) -> None:
-        """Posts our whole table to a new link. The caller holds the lock."""
-        if self._state.draining:
-            return
-        for record in self._state.registry.records():
-            if record.remote_accessible:
-                self._post(link, record)
+    def announce_all(self, link: Link, records: Sequence[Record]) -> None:
+        """Posts our table to a new link, which hears of all that changes by now: the lock is held for one at a time."""
+        state = self._state
+        for record in records:
+            with state.lock:
+                is_there = state.registry.get(record.cache_id) is record and not state.draining
+                if is_there and record.remote_accessible and not self._post(link, record):
+                    return
 
     def announce(self, record: Record) -> list[Link]:
         """Posts a cache that is new or has other keys now; returns the links to flush. The caller holds the lock."""
@@ -344,9 +345,9 @@ class Catalog:
         """Posts one cache, its keys in portions: a frame has a limit, a cache may have any number of slots."""
         bindings = self._state.registry.bindings_of(record)
         try:
-            for at in range(0, max(1, len(bindings)), _KEYS_A_FRAME):
-                entry, addresses = self._state.shown_to(link, record, bindings[at : at + _KEYS_A_FRAME])
-                link.post(Announce(entries=(entry,), more_keys=at > 0), [addresses])
+            for at in range(0, max(1, len(bindings)), limits.KEYS):
+                entry, addresses = self._state.shown_to(link, record, bindings[at : at + limits.KEYS])
+                link.post(Announce(entry=entry, more_keys=at > 0), [addresses])
         except LinkLost:
             return False
         return True
@@ -364,7 +365,9 @@ class Catalog:
             gone = {*known, *(r.cache_id for r in records if published.drop(r.cache_id))}
             try:
                 if gone:
-                    link.post(Withdraw(cache_ids=tuple(gone)))
+                    ids = tuple(gone)
+                    for at in range(0, len(ids), limits.CACHE_IDS):
+                        link.post(Withdraw(cache_ids=ids[at : at + limits.CACHE_IDS]))
                     told.append(link)
             except LinkLost:
                 continue

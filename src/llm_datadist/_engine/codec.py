@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from llm_datadist._core import limits
 from llm_datadist._core.layout import CacheSlice, Layout
 from llm_datadist._core.registry import GenerationWord, KeyName, Record
 from llm_datadist._core.remote_table import RemoteCache
 from llm_datadist._core.segments import U64
 from llm_datadist._wire.framing import Buffer, Frame, ProtocolError
-from llm_datadist._wire.messages import CacheEntry, KeyRef, ReadRequest, Word
+from llm_datadist._wire.messages import CacheEntry, KeyRef, Offer, ReadRequest, Word
 
 _UNIT_NBYTES = 4
 UNITS = 1 << 8 * _UNIT_NBYTES  # that four bytes can name
@@ -26,6 +27,7 @@ _UINT64 = 1 << 64
 _KINDS = frozenset({"req", "prefix", "blocks", "cache"})
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS = msgspec.msgpack.Decoder(ReadRequest)
+_OFFER_NBYTES = 4096  # the objects of one
 _LENGTH_NBYTES = 4  # of the struct at the head of a selector
 _INDEX_TYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 8: np.dtype("<u8")}  # by ``index_nbytes``
 
@@ -107,6 +109,19 @@ def layout_of(entry: CacheEntry) -> Layout:
     return Layout(entry.num_tensors, entry.dim0, entry.stride_nbytes)
 
 
+def offer_nbytes(frame: Frame, offer: Offer, source: RemoteCache) -> int:
+    """What keeping an offer takes, about."""
+    lists = sum(len(attachment(frame, at)) for at in range(3))
+    notice = sum(map(len, offer.notify or ()))
+    return lists + notice + source.addresses.nbytes + len(source.token) + _OFFER_NBYTES
+
+
+def emptied(offer: Offer, source: RemoteCache) -> tuple[Frame, Offer, RemoteCache]:
+    """What is kept of an offer for which there is no room: enough to refuse its parts."""
+    rest = msgspec.structs.replace(offer, notify=None)
+    return Frame(rest, (b"", b"", b"")), rest, msgspec.structs.replace(source, addresses=u64(b""), token=b"")
+
+
 def layers_of(pair: tuple[int, int] | None) -> range | None:
     """A layer range from the wire."""
     if pair is None:
@@ -130,10 +145,10 @@ def attachment(frame: Frame, at: int) -> Buffer:
 
 
 def u64(data: Buffer) -> U64:
-    """An attachment as a uint64 array of its own."""
+    """An attachment as a uint64 array, not to be written to."""
     if len(data) % 8:
         raise ProtocolError(f"array of {len(data)} bytes is not one of uint64")
-    return np.frombuffer(data, dtype="<u8").astype(np.uint64)
+    return np.frombuffer(data, dtype="<u8").astype(np.uint64, copy=False)
 
 
 def raw(array: U64) -> Buffer:
@@ -184,12 +199,12 @@ def is_unit(request: ReadRequest, part: CacheSlice) -> bool:
 def read_selector(data: bytes) -> tuple[ReadRequest, CacheSlice]:
     """The request in a selector."""
     stop = _LENGTH_NBYTES + int.from_bytes(data[:_LENGTH_NBYTES], "little")
-    if stop > len(data):
+    if stop > min(len(data), _LENGTH_NBYTES + limits.SELECTOR_HEAD_NBYTES):
         raise ProtocolError(f"selector of {len(data)} bytes claims a head of {stop - _LENGTH_NBYTES}")
     try:
         request = _REQUESTS.decode(data[_LENGTH_NBYTES:stop])
-    except (msgspec.DecodeError, RecursionError) as exc:
-        raise ProtocolError(f"selector of {len(data)} bytes: {exc}") from exc
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as exc:
+        raise ProtocolError(f"selector of {len(data)} bytes: {exc}"[:300]) from exc
     index_type = _INDEX_TYPES.get(request.index_nbytes)
     if index_type is None or (len(data) - stop) % request.index_nbytes:
         raise ProtocolError(f"selector with {len(data) - stop} bytes of indices of {request.index_nbytes}")

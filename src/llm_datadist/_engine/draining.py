@@ -50,13 +50,21 @@ class Draining:
 
     # ---- asked by a peer that drains --------------------------------------------------------------------
 
+    def is_settled(self, link: Link, message: Settle) -> bool:
+        """Answers at once, if nothing is under way: no work for a thread."""
+        with self._state.lock:
+            if self._state.flights.where(lambda flight: _is_meant(flight, link, message.cache_id)):
+                return False
+        tell(link, Done(id=message.id, code=LLMStatusCode.LLM_SUCCESS))
+        return True
+
     def settle_asked(self, link: Link, message: Settle) -> None:
         """Answers when the transfers under way on this link have ended. Not for the control thread."""
         state, cache_id = self._state, message.cache_id
         deadline = time.monotonic() + max(0, message.time_left_ms) / 1000
 
         def is_meant(flight: Flight) -> bool:
-            return flight.uses(link) and (flight.reads == cache_id if cache_id else not flight.serving)
+            return _is_meant(flight, link, cache_id)
 
         if cache_id:
             text = f"{describe(link)}: its owner withdrew cache {cache_id} while it was being read"
@@ -74,6 +82,10 @@ def not_idle(timeout_ms: int, left: str = "transfers are in flight") -> LinkBusy
     return LinkBusyError(
         f"not idle after {timeout_ms} ms: {left}; drain again to wait longer, or finalize to cut them off"
     )
+
+
+def _is_meant(flight: Flight, link: Link, cache_id: int) -> bool:
+    return flight.uses(link) and (flight.reads == cache_id if cache_id else not flight.serving)
 
 
 class _Work:

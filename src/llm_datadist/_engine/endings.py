@@ -11,9 +11,11 @@ Threads: control thread; ``park`` from any.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from llm_datadist._core import limits
 from llm_datadist._core.leases import Lease
 from llm_datadist._core.notices import Notice, NoticeQueue, check_notice
 from llm_datadist._engine.allocating import Allocator
@@ -26,6 +28,7 @@ from llm_datadist.status import (
     LinkFailedError,
     LLMException,
     LLMStatusCode,
+    OutOfMemoryError,
     ParamInvalidError,
 )
 
@@ -48,7 +51,8 @@ class Endings:
         self._state = state
         self._allocator = allocator
         self._queue = queue
-        self._ready: dict[Ticket, _Read | None] = {}  # no more than there were leases and places in the queue
+        self._ready: dict[Ticket, _Read | None] = {}
+        self._reads: Counter[Link] = Counter()  # of these
 
     @property
     def pending(self) -> bool:
@@ -64,14 +68,19 @@ class Endings:
                 state.check_open()
                 if ticket in self._ready:
                     raise ParamInvalidError(f"the end of call {message.id} was asked for already")
+                if self._reads[link] >= limits.UNDECIDED:
+                    raise OutOfMemoryError(
+                        f"{limits.UNDECIDED} reads of this link wait there for their outcome"
+                    )
                 lease = self._ended_lease(link, message.lease_id) if message.lease_id else None
                 if notify is not None:
-                    self._queue.park(ticket, notify)
+                    self._queue.park(ticket, notify, alone=state.is_alone(link))
                 read = None
                 if lease is not None and lease.key is not None:
                     read = _Read(lease, message.first_tensor, message.tensor_stop)
                 if notify is not None or read is not None:
                     self._ready[ticket] = read
+                    self._reads[link] += read is not None
         except LLMException as exc:
             tell(link, Done(id=message.id, code=exc.status_code, text=str(exc)))
             return
@@ -105,13 +114,14 @@ class Endings:
         with self._state.lock:
             if link.down_reason is not None:
                 raise LinkFailedError(f"{describe(link)}: the link went down: {link.down_reason}")
-            self._queue.park((link, offer_id), notify)
+            self._queue.park((link, offer_id), notify, alone=self._state.is_alone(link))
             self._ready[link, offer_id] = None
 
     def decide(self, ticket: Ticket, *, ok: bool) -> None:
         """Does, or drops, what was made ready under that ticket."""
         with self._state.lock:
             read = self._ready.pop(ticket, None)
+            self._reads[ticket[0]] -= read is not None
             if ok:
                 self._queue.admit(ticket)
             else:
@@ -125,6 +135,7 @@ class Endings:
             undecided = [ticket for ticket in self._ready if ticket[0] is link]
         for ticket in undecided:
             self.decide(ticket, ok=not link.peer_left)
+        del self._reads[link]
 
 
 def _checked(link: Link, name: str, message: bytes) -> Notify:

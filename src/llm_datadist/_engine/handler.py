@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from llm_datadist._core import limits
 from llm_datadist._engine import codec
 from llm_datadist._engine.catalog import Catalog
 from llm_datadist._engine.draining import Draining
@@ -17,7 +18,7 @@ from llm_datadist._engine.obligations import give_back
 from llm_datadist._engine.probing import Probing
 from llm_datadist._engine.receiver import Receiver
 from llm_datadist._engine.responder import Responder
-from llm_datadist._engine.state import Peer, State, describe, peer_of
+from llm_datadist._engine.state import Peer, State, describe, peer_of, tell
 from llm_datadist._engine.transport_set import TransportSet
 from llm_datadist._link.link import Link
 from llm_datadist._link.seam import Address, DataSocket, Prepared, Showing, Unusable
@@ -49,7 +50,6 @@ from llm_datadist.status import LinkFailedError, LLMStatusCode
 from llm_datadist.transports.seam import PeerEndpoint
 
 _LOG = get_logger("llm_datadist.link")
-_MAX_CONNECTIONS_ASKED = 64  # by one message of a peer
 
 
 class Handler:
@@ -126,8 +126,8 @@ class Handler:
         state = self._state
         with state.lock:
             state.by_token[link.token] = link
-            if state.accessible:
-                self._catalog.announce_all(link)
+            records = state.registry.records() if state.accessible else []
+        self._catalog.announce_all(link, records)
         state.on_link_change(link.cluster_id)
 
     def on_down(self, link: Link, reason: str) -> None:
@@ -140,6 +140,7 @@ class Handler:
             for lease in state.leases.of_holder(link.token):
                 state.leases.end(lease)
             peer.routes.clear()
+            state.tables_nbytes -= peer.table.nbytes
             if state.is_read_registered(link) and not peer.unlinked:
                 state.reader_lost_at = time.monotonic()
             state.condition.notify_all()
@@ -149,6 +150,7 @@ class Handler:
         state.flights.cut(lambda f: f.uses(link), error)
         peer.close()
         peer.offers.clear()
+        state.offers.forget(link.token)
         state.on_link_change(link.cluster_id)
 
     def on_data_socket(self, sock: DataSocket, hello: DataHello, leftover: bytes) -> None:
@@ -194,8 +196,8 @@ class Handler:
                 self._announced(link, frame, message)
             case Withdraw():
                 with self._state.lock:
+                    self._state.note_withdrawn(peer_of(link), message.cache_ids)
                     for cache_id in message.cache_ids:
-                        peer_of(link).table.drop(cache_id)
                         peer_of(link).sources.drop(cache_id)
             case NeedConnections():
                 self._connect(link, message)
@@ -210,31 +212,42 @@ class Handler:
 
     def _when_idle(self, link: Link, message: Unlink | Settle) -> None:
         """What waits for the end of transfers is for a worker."""
-        submit = self._state.workers.submit
         if isinstance(message, Unlink) and message.clusters_only:
             self._linking.unlink_asked(link, message)  # does not wait, and a later Unlink must find it done
         elif isinstance(message, Unlink):
-            submit(("unlink", link), lambda: self._linking.unlink_asked(link, message))
-        else:  # one that frees memory does not wait for the turn of a drain
+            self._later(("unlink", link), link, message, lambda: self._linking.unlink_asked(link, message))
+        elif not self._draining.is_settled(link, message):
+            # One that frees memory does not wait for the turn of a drain.
             key = ("settle", link, message.cache_id > 0)
-            submit(key, lambda: self._draining.settle_asked(link, message))
+            self._later(key, link, message, lambda: self._draining.settle_asked(link, message))
+
+    def _later(self, key: object, link: Link, message: Unlink | Settle, job: Callable[[], None]) -> None:
+        peer = peer_of(link)
+        if peer.count_asked(1) > limits.ASKED:
+            peer.count_asked(-1)
+            text = f"{limits.ASKED} questions of this link wait for the end of transfers; ask again later"
+            tell(link, Done(id=message.id, code=LLMStatusCode.LLM_LINK_BUSY, text=text))
+            return
+
+        def run() -> None:
+            try:
+                job()
+            finally:
+                peer.count_asked(-1)
+
+        self._state.workers.submit(key, run)
 
     def _announced(self, link: Link, frame: Frame, message: Announce) -> None:
         if not self._state.accessible:
             raise ProtocolError("a cache table was announced to a cluster in managed mode")
-        by_address = peer_of(link).by_address
-        caches = [
-            codec.remote_cache(entry, codec.attachment(frame, at), by_address=by_address)
-            for at, entry in enumerate(message.entries)
-        ]
-        table = peer_of(link).table
+        by_address, addresses = peer_of(link).by_address, codec.attachment(frame, 0)
+        cache = codec.remote_cache(message.entry, addresses, by_address=by_address)
         with self._state.lock:
-            for cache in caches:
-                table.put(cache, more_keys=message.more_keys)
+            self._state.note_announced(peer_of(link), cache, more_keys=message.more_keys)
 
     def _connect(self, link: Link, message: NeedConnections) -> None:
         serving = peer_of(link).serving
-        if serving is None or not 0 < message.count <= _MAX_CONNECTIONS_ASKED:
+        if serving is None:
             raise ProtocolError(
                 f"{message.count} connections asked for on a link that peers read by {link.peer_reads_by}"
             )

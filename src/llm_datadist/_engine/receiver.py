@@ -7,18 +7,15 @@ noted on the control thread; planning and moving run on workers, the parts of on
 from __future__ import annotations
 
 import contextlib
-import threading
+import logging
 import time
-from collections import deque
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from llm_datadist._core import layer_plans, planning
+from llm_datadist._core import layer_plans, limits, planning
 from llm_datadist._core.layer_plans import LayerBlocks
 from llm_datadist._core.layout import CacheSlice
 from llm_datadist._core.registry import KeyName, Record
-from llm_datadist._core.remote_table import RemoteCache
 from llm_datadist._core.requests import Layers
 from llm_datadist._core.segments import U64
 from llm_datadist._engine import codec
@@ -27,7 +24,8 @@ from llm_datadist._engine.endings import Endings
 from llm_datadist._engine.executor import MoveError, Stale, Wanted, move
 from llm_datadist._engine.failures import Context
 from llm_datadist._engine.flights import Flight
-from llm_datadist._engine.responder import MAX_PARTS_TOGETHER, check_accessible, describe_name
+from llm_datadist._engine.received import OfferPlan, ReceivedOffer
+from llm_datadist._engine.responder import check_accessible, describe_name
 from llm_datadist._engine.state import State, describe, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._logs import get_logger
@@ -37,6 +35,7 @@ from llm_datadist.status import (
     CacheNotExistError,
     LLMException,
     LLMStatusCode,
+    OutOfMemoryError,
     ParamInvalidError,
     TransferTimeoutError,
     error_of,
@@ -48,44 +47,6 @@ _LOG = get_logger("llm_datadist.engine")
 _TOGETHER_NBYTES = 8 << 20
 _MOST_TOGETHER_NBYTES = 32 << 20
 _TOGETHER_S = 0.05
-_MAX_OFFERS = 4096  # open at once on one link: more than any sane number of layer-wise tasks
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
-    """What an offer moves: the source part, and the part of ``bases`` that it goes to.
-
-    ``records``: the caches written, by key; None: raw addresses, looked up again for every part.
-    """
-
-    source: CacheSlice
-    target: CacheSlice
-    bases: U64
-    records: tuple[Record, ...] | None
-
-
-@dataclass(slots=True, eq=False)
-class ReceivedOffer:
-    """An offer of a peer, and its parts that wait."""
-
-    link: Link
-    offer: Offer
-    source: RemoteCache
-    src_blocks: U64
-    dst_blocks: U64
-    addresses: U64
-    plan: _Plan | LLMException | None = None
-    waiting: deque[tuple[PartReady, float]] = field(default_factory=deque)
-    running: bool = False
-    ended: bool = False
-    together_nbytes: int = 0
-    flight: Flight | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def is_push(self) -> bool:
-        """One call of its initiator, whose time runs from the sending; layers have theirs one by one."""
-        return self.offer.kind != "layers"
 
 
 class Receiver:
@@ -109,29 +70,47 @@ class Receiver:
     def offer(self, link: Link, frame: Frame, message: Offer) -> None:
         """Notes an offer; its parts come next."""
         offers = peer_of(link).offers
-        if len(offers) >= _MAX_OFFERS:
-            raise ProtocolError(f"more than {_MAX_OFFERS} open offers")
-        src_blocks, dst_blocks, addresses = (codec.u64(codec.attachment(frame, at)) for at in range(3))
         with self._state.lock:
             source = peer_of(link).sources.use(message.source_id)
         if source is None:
             raise ProtocolError(f"offer of cache {message.source_id}, which is not published on this link")
+        if len(offers) >= limits.OFFERS:
+            return  # its parts hear of it
+        if message.id in offers:
+            raise ProtocolError(f"offer {message.id} is open already")
+        nbytes = codec.offer_nbytes(frame, message, source)
+        held = self._state.offers.take(link.token, nbytes)
+        if not held:
+            (frame, message, source), nbytes = codec.emptied(message, source), 0
+        src_blocks, dst_blocks, addresses = (codec.u64(codec.attachment(frame, at)) for at in range(3))
         if message.part_tensors < 1 or message.kind not in ("cache", "blocks", "layers"):
             raise ProtocolError(
                 f"offer of kind {message.kind!r} with parts of {message.part_tensors} tensors"
             )
-        offer = offers[message.id] = ReceivedOffer(link, message, source, src_blocks, dst_blocks, addresses)
+        offer = ReceivedOffer(link, message, source, src_blocks, dst_blocks, addresses, nbytes)
+        offers[message.id] = offer
         try:
             self._state.check_admitting()
         except LLMException as exc:
-            offer.plan = exc
+            offer.plan = exc.with_traceback(None)  # which would hold the frame, and the offer itself
+        if not held:
+            offer.plan = OutOfMemoryError(
+                f"the pushes that are open there hold {self._state.offers.taken >> 20} MiB; try again later"
+            )
 
     def part_ready(self, link: Link, message: PartReady) -> None:
         """A part may be read: queued behind the earlier parts of its offer."""
         offer = peer_of(link).offers.get(message.offer_id)
         if not isinstance(offer, ReceivedOffer):
+            _reply(link, message, *_unknown(message, len(peer_of(link).offers)))
+            return
+        if peer_of(link).count_part(1) > limits.PARTS:
+            peer_of(link).count_part(-1)
             _reply(
-                link, message, LLMStatusCode.LLM_FAILED, f"offer {message.offer_id} is not known (any more)"
+                link,
+                message,
+                LLMStatusCode.LLM_OUT_OF_MEMORY,
+                f"{limits.PARTS} parts of this link wait there",
             )
             return
         with offer.lock:
@@ -146,6 +125,7 @@ class Receiver:
         offer = peer_of(link).offers.pop(message.offer_id, None)
         if not isinstance(offer, ReceivedOffer):
             return
+        self._state.offers.give(link.token, offer.nbytes)
         with offer.lock:
             offer.ended = True
             flight = offer.flight
@@ -167,11 +147,12 @@ class Receiver:
         """The part that is next, and those that wait right behind it; none: the work is over."""
         with offer.lock:
             parts: list[tuple[PartReady, float]] = []
-            while offer.waiting and len(parts) < MAX_PARTS_TOGETHER:
+            while offer.waiting and len(parts) < limits.LEASES_OF_A_READ:
                 if parts and offer.waiting[0][0].part != parts[-1][0].part + 1:
                     break
                 parts.append(offer.waiting.popleft())
             offer.running = bool(parts)
+        peer_of(offer.link).count_part(-len(parts))
         return parts
 
     def _together(self, offer: ReceivedOffer, messages: list[PartReady]) -> None:
@@ -199,13 +180,16 @@ class Receiver:
             at += len(some)
 
     def _alone(self, offer: ReceivedOffer, message: PartReady, started: float) -> None:
+        cost = time.thread_time()
         try:
             nbytes = self._read(offer, [message], started)
             self._notify(offer)
         except LLMException as exc:
             _reply(offer.link, message, exc.status_code, str(exc))
+            offer.link.charge(time.thread_time() - cost)
         except Exception as exc:
-            _LOG.exception("part %d of a push by %s failed", message.part, describe(offer.link))
+            text, peer = "part %d of a push by %s failed", describe(offer.link)
+            self._say(logging.ERROR, offer.link, text, message.part, peer, exc_info=True)
             _reply(
                 offer.link,
                 message,
@@ -255,13 +239,11 @@ class Receiver:
                     exc.status_code, f"the data is complete, but not its notification: {exc}"
                 ) from exc
 
-    def _begin(self, offer: ReceivedOffer, plan: _Plan, target: CacheSlice) -> Flight:
+    def _begin(self, offer: ReceivedOffer, plan: OfferPlan, target: CacheSlice) -> Flight:
         state = self._state
+        records = self._owners(plan.bases, target) if plan.records is None else plan.records
         with state.lock:
             state.check_open()
-            records = plan.records
-            if records is None:
-                records = self._owners(plan.bases, target)
             for record in records:
                 if state.registry.get(record.cache_id) is not record:
                     raise CacheNotExistError(f"cache {record.cache_id} was unregistered at the destination")
@@ -294,9 +276,12 @@ class Receiver:
             flight,
         )
 
+    def _say(self, level: int, link: Link, text: str, *args: object, exc_info: bool = False) -> None:
+        self._state.links.log.say(level, link.address, text, *args, log=_LOG, exc_info=exc_info)
+
     # ---- planning (workers) ----------------------------------------------------------------------------------
 
-    def _plan_of(self, offer: ReceivedOffer) -> _Plan:
+    def _plan_of(self, offer: ReceivedOffer) -> OfferPlan:
         """The plan of the whole offer, made once: a bad one moves nothing of any part."""
         if offer.plan is None:
             try:
@@ -304,13 +289,16 @@ class Receiver:
                 check_writable(self._state, plan.target.extents(plan.bases), plan.target.first_tensor)
                 offer.plan = plan
             except LLMException as exc:
-                offer.plan = exc
-                _LOG.warning("refused a %s of %s: %s", _what(offer), describe(offer.link), exc)
-        if isinstance(offer.plan, LLMException):
-            raise offer.plan
+                offer.plan = exc.with_traceback(None)
+                peer = describe(offer.link)
+                self._say(logging.WARNING, offer.link, "refused a %s of %s: %s", _what(offer), peer, exc)
+        if isinstance(
+            offer.plan, LLMException
+        ):  # each raise has one of its own: it holds the frames it went through
+            raise error_of(offer.plan.status_code, str(offer.plan)) from offer.plan.__cause__
         return offer.plan
 
-    def _plan(self, offer: ReceivedOffer) -> _Plan:
+    def _plan(self, offer: ReceivedOffer) -> OfferPlan:
         target_key = offer.offer.target
         if (target_key is not None) != self._state.accessible:
             here = "accessible" if self._state.accessible else "managed"
@@ -327,7 +315,7 @@ class Receiver:
         record = found[0]
         check_accessible(record)
         source, target = self._plan_by_key(offer, record, batch, name)
-        return _Plan(source, target, record.addresses, (record,))
+        return OfferPlan(source, target, record.addresses, (record,))
 
     def _plan_by_key(
         self, offer: ReceivedOffer, record: Record, batch: int, name: KeyName
@@ -351,19 +339,20 @@ class Receiver:
             )
         return planning.plan_slot_push(src, message.source_batch, dst, batch, layers)
 
-    def _plan_by_address(self, offer: ReceivedOffer) -> _Plan:
+    def _plan_by_address(self, offer: ReceivedOffer) -> OfferPlan:
         layers = Layers(codec.layers_of(offer.offer.src_layers), None, layer_plans.TENSORS_PER_LAYER)
         source, target = layer_plans.plan_layers_by_address(
             offer.source.layout, offer.offer.source_batch, len(offer.addresses), _blocks(offer), layers
         )
-        with self._state.lock:
-            self._owners(offer.addresses, target)
-        return _Plan(source, target, offer.addresses, None)
+        self._owners(offer.addresses, target)
+        return OfferPlan(source, target, offer.addresses, None)
 
     def _owners(self, bases: U64, target: CacheSlice) -> tuple[Record, ...]:
         chosen = bases[target.first_tensor : target.first_tensor + target.tensor_count]
         offsets, lengths = layer_plans.written_units(chosen, target)
-        return tuple(self._state.registry.owners_of(chosen, offsets, lengths))
+        with self._state.lock:
+            memory = self._state.registry.open_memory()
+        return tuple(memory.owners_of(chosen, offsets, lengths))
 
 
 def _next_together(nbytes: int, seconds: float) -> int:
@@ -375,6 +364,15 @@ def _next_together(nbytes: int, seconds: float) -> int:
 
 def _blocks(offer: ReceivedOffer) -> LayerBlocks:
     return LayerBlocks(offer.src_blocks, offer.dst_blocks, offer.offer.unit_nbytes)
+
+
+def _unknown(message: PartReady, count: int) -> tuple[LLMStatusCode, str]:
+    if count >= limits.OFFERS:
+        return (
+            LLMStatusCode.LLM_OUT_OF_MEMORY,
+            f"{count} pushes of this link are open there, which is the most",
+        )
+    return LLMStatusCode.LLM_FAILED, f"offer {message.offer_id} is not known (any more)"
 
 
 def _what(offer: ReceivedOffer) -> str:

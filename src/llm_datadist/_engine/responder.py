@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from llm_datadist._core import limits
 from llm_datadist._core.layout import CacheSlice, check_slice
 from llm_datadist._core.leases import Lease
 from llm_datadist._core.registry import KeyName, Record
@@ -29,9 +30,6 @@ from llm_datadist.status import (
 )
 from llm_datadist.transports.seam import Fault, FaultKind
 
-MAX_PARTS_TOGETHER = 64  # of a layer-wise push in one read: more brings nothing, and each is looked up
-_LONGEST_LEASE_S = 24 * 3600.0  # a peer names its own time-out (int32 ms); nobody waits longer than this
-
 
 class Responder:
     """Answers peers that read us. Implements ``transports.seam.ReadSource``."""
@@ -46,7 +44,7 @@ class Responder:
         state = self._state
         name = codec.key_name(message.key)
         now = time.monotonic()
-        left = min(max(message.time_left_ms, 0) / 1000, _LONGEST_LEASE_S)
+        left = min(max(message.time_left_ms, 0) / 1000, limits.LEASE_S)
         try:
             with state.lock:
                 state.check_open()
@@ -55,6 +53,7 @@ class Responder:
                     raise ParamInvalidError("this cluster is in accessible mode; leases are for managed mode")
                 record, batch = self._find(name)
                 state.leases.expire(now)
+                state.leases.check_room(link.token, limits.LEASES)
                 key = name if name.kind == "req" else None
                 if name.kind == "cache":
                     key = state.registry.request_key_of(record.cache_id, message.key.batch_index)
@@ -175,8 +174,6 @@ class Responder:
             if self._state.accessible:
                 return link, (), self._record(request)
             raise ParamInvalidError("a read without a lease; managed mode needs one")
-        if len(request.more_leases) >= MAX_PARTS_TOGETHER:
-            raise ParamInvalidError(f"{len(request.more_leases)} leases more in one read")
         named = ((request.lease_id, request.lease_value), *request.more_leases)
         leases = tuple(self._lease(link, request.cache_id, *lease) for lease in named)
         return link, leases, leases[0].record

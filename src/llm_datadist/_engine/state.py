@@ -15,6 +15,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from llm_datadist._core import limits
+from llm_datadist._core.budget import Budget
 from llm_datadist._core.leases import Leases
 from llm_datadist._core.options import Options
 from llm_datadist._core.registry import GenerationWord, KeyName, Record, Registry
@@ -66,6 +68,8 @@ class Peer:
     published: Sources[int] = field(default_factory=Sources)  # of ours for our offers: the word of each
     sources: Sources[RemoteCache] = field(default_factory=Sources)  # of the peer's for its offers
     offers: dict[int, object] = field(default_factory=dict)
+    parts: int = 0  # of these, that wait or are being read
+    asked: int = 0  # Unlink and Settle that wait
     closing: bool = False  # an unlink is being agreed: no new transfers of ours
     unlinked: bool = False  # the peer was told that it may drop the link
     by_clusters: bool = False  # a caller of link_clusters here wants this link
@@ -91,6 +95,18 @@ class Peer:
             while self._come:
                 self._bytes_in += self._come.popleft()
             return self._bytes_in
+
+    def count_part(self, change: int) -> int:
+        """One more or less of them; how many there are now."""
+        with self._counting:
+            self.parts += change
+            return self.parts
+
+    def count_asked(self, change: int) -> int:
+        """One more or less of them; how many there are now."""
+        with self._counting:
+            self.asked += change
+            return self.asked
 
     def count_out(self, nbytes: int) -> None:
         """Bytes that the peer says it has read of us."""
@@ -180,6 +196,8 @@ class State:
         self.reader_lost_at = -math.inf  # when a link went down by which our memory may still be read
         self.comm_holds: Counter[int] = Counter()  # comms that want the link to a cluster
         self.comms_alive = 0
+        self.tables_nbytes = 0  # of our copies of peers' tables
+        self.offers = Budget(limits.OFFERS_NBYTES, limits.OFFERS_ENGINE_NBYTES)
         self.on_link_change: Callable[[int], None] = lambda cluster_id: None  # control thread; must not block
 
     @property
@@ -203,6 +221,25 @@ class State:
     def clear_word(self, word: GenerationWord) -> None:
         """Readers that compare it from now on see that it has changed."""
         self.slab.release(word.address)
+
+    def is_alone(self, link: Link) -> bool:
+        """Whether no other peer than this one is linked. The caller holds the lock."""
+        return all(other.cluster_id == link.cluster_id for other in self.by_token.values())
+
+    def note_announced(self, peer: Peer, cache: RemoteCache, *, more_keys: bool) -> None:
+        """Enters a cache into our copy of a peer's table, while there is room. The caller holds the lock."""
+        table = peer.table
+        before = table.nbytes
+        room = min(limits.TABLE_NBYTES, before + limits.TABLES_NBYTES - self.tables_nbytes)
+        table.put(cache, more_keys=more_keys, most_nbytes=room)
+        self.tables_nbytes += table.nbytes - before
+
+    def note_withdrawn(self, peer: Peer, cache_ids: Iterable[int]) -> None:
+        """Takes caches out of our copy of a peer's table. The caller holds the lock."""
+        before = peer.table.nbytes
+        for cache_id in cache_ids:
+            peer.table.drop(cache_id)
+        self.tables_nbytes += peer.table.nbytes - before
 
     def is_read_registered(self, link: Link) -> bool:
         """Whether the peer reads by an engine that knows our memory by registration."""

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from llm_datadist._core import limits
 from llm_datadist._engine.errands import no_thread
 from llm_datadist._logs import get_logger
 from llm_datadist.status import LLMException
@@ -19,7 +20,6 @@ from llm_datadist.status import LLMException
 _LOG = get_logger("llm_datadist.engine")
 _IDLE_S = 2.0  # a thread without work for so long ends
 _AGAIN_S = 0.1  # until a thread that could not be started is tried again
-_PER_KEY = 8  # jobs of one key that run at once: more only share the same link
 
 
 class Workers:
@@ -32,7 +32,7 @@ class Workers:
     """
 
     def __init__(
-        self, name: str, later: Callable[[float, Callable[[], None]], object], per_key: int = _PER_KEY
+        self, name: str, later: Callable[[float, Callable[[], None]], object], per_key: int = limits.JOBS
     ) -> None:
         self._name = name
         self._later = later

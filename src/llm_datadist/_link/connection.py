@@ -1,10 +1,11 @@
 """One control connection: a socket, its session, and the bytes that wait to be sent.
 
 Invariants: frames leave whole and in the order in which they were posted, whoever posts; ``on_closed`` of
-the owner is called exactly once, unless the socket was handed over; a peer that does not read costs at most
-``OUTBOX_LIMIT``. The socket is closed under the lock under which it is written, so that no other thread
-writes to a descriptor that has become someone else's.
-Threads: ``post``, ``flush``, ``note_alive``, ``call_soon``, ``on_control_thread`` from any; the rest on the
+the owner is called exactly once, unless the socket was handed over; a peer that does not read its answers is
+not read from, and one that floods us has its share of the control thread, a turn at a time. The socket is
+closed under the lock under which it is written, so that no other thread writes to a descriptor that has
+become someone else's.
+Threads: ``post``, ``flush``, ``note_alive``, ``charge``, ``call_soon``, ``on_control_thread`` from any; the rest on the
 control thread.
 """
 
@@ -16,24 +17,22 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from llm_datadist._core import limits
+from llm_datadist._core.share import Share
 from llm_datadist._link.link import Link
 from llm_datadist._link.loop import ControlLoop, TimerHandle
 from llm_datadist._link.outbox import Outbox
-from llm_datadist._link.seam import Address, SocketCalls
-from llm_datadist._logs import get_logger
-from llm_datadist._wire.framing import Buffer
+from llm_datadist._link.seam import Address, ConnectionOwner, SocketCalls
+from llm_datadist._wire.framing import Buffer, ProtocolError
 from llm_datadist._wire.proofs import Ends, end_of
 from llm_datadist._wire.session import Closed, ConfirmIn, Event, HelloIn, Session, State, WelcomeIn
 
-OUTBOX_LIMIT = 256 << 20  # a peer that lets so much pile up does not read; four frames of the largest size
 WRITE_TURN_NBYTES = 4 << 20  # at one go, so that one link cannot hold up the others
-READ_TURN_NBYTES = 1 << 20
 RECV_NBYTES = 64 << 10
+MESSAGES_AT_ONCE = 4  # between two looks at the clock
 DRAIN_CALLS = 64  # reads before the last words; a peer that floods us may miss them
 
-_log = get_logger("llm_datadist.link")
 _ASKS_US = (HelloIn, WelcomeIn, ConfirmIn)  # events that need a decision of ours
 
 
@@ -46,24 +45,13 @@ def ends_of(sock: socket.socket) -> Ends:
     return Ends(end_of(sock.getsockname()), end_of(sock.getpeername()))
 
 
-class ConnectionOwner(Protocol):
-    """What a connection reports to. Called on the control thread."""
-
-    def on_event(self, conn: Connection, event: Event) -> None:
-        """Any event of the session but Closed."""
-
-    def on_closed(
-        self, conn: Connection, reason: str, *, error: bool, cause: BaseException | None = None
-    ) -> None:
-        """The connection is gone. ``error``: the peer broke the protocol. ``cause``: what the system said."""
-
-
 class Connection:
     """The carrier of a link, from the first byte of the handshake on.
 
     Attributes:
         number: Its name in the table.
         session: The protocol.
+        outbox: What waits to be sent.
         link: Once it is up.
         ends: Of the TCP connection, as seen from here.
         peer_address: Text, for people.
@@ -99,7 +87,10 @@ class Connection:
         self._owner = owner
         self._mark_dirty = mark_dirty
         self._lock = threading.Lock()
-        self._outbox = Outbox()
+        self.outbox = Outbox(owner.outboxes_nbytes)
+        self._share = Share(limits.BURST_S, limits.SHARE, time.monotonic())
+        self._rests = False  # until its share of the control thread allows for more
+        self._interest = 0
         self._closed = False
         self._wants_write = False
         self._failing = False
@@ -116,27 +107,28 @@ class Connection:
 
     def open(self) -> None:
         """Begins to listen to the peer, and says what the session says first."""
-        self._loop.register(self._sock, selectors.EVENT_READ, self._on_ready)
+        self._watch()
         self._pump()
 
     # ---- any thread --------------------------------------------------------------------------------
 
-    def post(self, chunks: Sequence[Buffer]) -> None:
+    def post(self, chunks: Sequence[Buffer], *, owed: bool = False) -> None:
         """See ``link.Carrier``."""
         nbytes = sum(map(len, chunks))
         with self._lock:
             if self._closed or self._failing:
                 return
-            overflow = self._outbox.nbytes + nbytes > OUTBOX_LIMIT
+            overflow = not self.outbox.has_room(nbytes)
             if overflow:
                 self._failing = True
             else:
-                self._outbox.put(chunks)
+                self.outbox.put(chunks, owed=owed)
                 if not self._dirty:  # announced first: an interrupt in between announces it twice
                     self._mark_dirty(self)
                     self._dirty = True
         if overflow:
-            self._loop.call_soon(lambda: self.close(f"the peer does not read: {OUTBOX_LIMIT >> 20} MiB wait"))
+            waiting = self.outbox.about >> 20
+            self._loop.call_soon(lambda: self.close(f"the peer does not read: {waiting} MiB wait for it"))
 
     def flush(self) -> None:
         """See ``link.Carrier``."""
@@ -164,6 +156,10 @@ class Connection:
         """See ``link.Carrier``."""
         self._alive_at = time.monotonic()
 
+    def charge(self, seconds: float) -> None:
+        """See ``link.Carrier``."""
+        self._share.spend(seconds)
+
     def call_soon(self, fn: Callable[[], None]) -> None:
         """See ``link.Carrier``."""
         self._loop.call_soon(fn)
@@ -175,20 +171,20 @@ class Connection:
     def _write(self) -> bool:
         """Under the lock: True when nothing is left."""
         budget = WRITE_TURN_NBYTES
-        self._outbox.forget_sent()  # by who was interrupted then
-        while self._outbox and budget > 0:
+        self.outbox.forget_sent()  # by who was interrupted then
+        while self.outbox and budget > 0:
             try:
                 self._send_some()
             except (BlockingIOError, InterruptedError):
                 return False
-            sent = self._outbox.forget_sent()
+            sent = self.outbox.forget_sent()
             if not sent:
                 return False
             budget -= sent
-        return not self._outbox
+        return not self.outbox
 
     def _send_some(self) -> None:
-        outbox = self._outbox
+        outbox = self.outbox
         if outbox.nbytes <= self._calls.nbytes:
             self._calls.send(self._sock.fileno(), outbox)
         else:
@@ -198,10 +194,7 @@ class Connection:
 
     def _on_ready(self, events: int) -> None:
         if events & selectors.EVENT_WRITE:
-            self._wants_write = False
-            self.flush()
-            if not self._wants_write:
-                self._watch()
+            self._on_writable()
         if events & selectors.EVENT_READ and not self._closed:
             self._read()
 
@@ -209,30 +202,84 @@ class Connection:
         self._wants_write = True
         self._watch()
 
+    def _on_writable(self) -> None:
+        owed, waiting = self.outbox.owes, self.outbox.about
+        self._wants_write = False
+        self.flush()
+        if owed and self.outbox.about < waiting:
+            self.note_alive()  # it reads its answers; its heartbeats wait behind its questions
+        if self.session.more:
+            self._read()
+        self._watch()
+
     def _watch(self) -> None:
-        if not self._closed:
-            write = selectors.EVENT_WRITE if self._wants_write else 0
-            self._loop.register(self._sock, selectors.EVENT_READ | write, self._on_ready)
+        if self._closed:
+            return
+        read = 0 if self._rests or self.outbox.owes or self.session.more else selectors.EVENT_READ
+        interest = read | (selectors.EVENT_WRITE if self._wants_write else 0)
+        if interest == self._interest:
+            return
+        self._interest = interest
+        if interest:
+            self._loop.register(self._sock, interest, self._on_ready)
+        else:
+            self._loop.unregister(self._sock)
 
     def _read(self) -> None:
-        budget = READ_TURN_NBYTES
-        while budget > 0 and not self._closed:
-            try:
-                data = self._calls.receive(self._sock.fileno())
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                self.close(f"the connection failed: {error.strerror or error}", cause=error)
-                return
+        """One turn: first what came before and had to wait, then what is in the socket."""
+        if self._closed or self._rests or self.outbox.owes:
+            return
+        began = time.monotonic()
+        if (self._read_turn(began + limits.TURN_S) or self.session.more) and not self._closed:
+            self._rest(time.monotonic() - began)
+        self._watch()
+
+    def _read_turn(self, until: float) -> bool:
+        """True: there may be more."""
+        nbytes, stop = limits.TURN_NBYTES, self.session.frames_in + limits.TURN_MESSAGES
+        while not self._closed and not self.outbox.owes:
+            data = b"" if self.session.more else self._receive()
             if data is None:
-                return
-            if not data:
-                self.close("the peer closed the connection")
-                return
-            budget -= len(data)
-            self._handle(self.session.receive(data, time.monotonic()))
-            if len(data) < self._calls.nbytes:
-                return  # that was all; the end of the stream, if it is there, wakes us again
+                return False
+            nbytes -= len(data)
+            few = min(MESSAGES_AT_ONCE, stop - self.session.frames_in)
+            self._handle(self.session.receive(data, time.monotonic(), few))
+            if nbytes <= 0 or self.session.frames_in >= stop or time.monotonic() > until:
+                return not self._closed
+            if data and len(data) < self._calls.nbytes and not self.session.more:
+                return False  # that was all; the end of the stream, if it is there, wakes us again
+        return False
+
+    def _receive(self) -> bytes | None:
+        try:
+            data = self._calls.receive(self._sock.fileno())
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError as error:
+            self.close(f"the connection failed: {error.strerror or error}", cause=error)
+            return None
+        if data is not None and not data:
+            self.close("the peer closed the connection")
+            return None
+        return data
+
+    def _rest(self, spent_s: float) -> None:
+        """The next turn: when others had theirs, or when its share allows for it."""
+        self._share.spend(spent_s)
+        now = time.monotonic()
+        rest_s = self._share.rest_s(now)
+        if self._share.used_s > limits.FREE_S:
+            rest_s = max(rest_s, spent_s)
+        if rest_s > 0:
+            self._rests = True
+            self._loop.call_at(now + rest_s, self._go_on)
+        elif self.session.more:
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._rests = False
+        if not self._closed:
+            self._read()
 
     def _handle(self, events: list[Event]) -> None:
         try:
@@ -243,8 +290,10 @@ class Connection:
                     self.close(event.reason, error=event.error)
                 elif not (isinstance(event, _ASKS_US) and self.session.state is State.CLOSED):
                     self._owner.on_event(self, event)
+        except ProtocolError as error:
+            self.close(str(error), error=True)
         except Exception:
-            _log.exception("an event of the connection with %s could not be handled", self.peer_address)
+            self._owner.on_bug(self)
             self.close("an internal error of this side")
         self._pump()
 
@@ -254,7 +303,7 @@ class Connection:
             return
         out = self.session.outgoing()
         if out:
-            self.post(out)
+            self.post(out, owed=self.link is not None)
             self.flush()
         due = self.session.get_timer()
         if due is not None and due < self._timer_at:
@@ -271,8 +320,7 @@ class Connection:
         self._handle(events + self.session.on_timer(self._loop.polled_at))
 
     def _after_write_failure(self, error: OSError | None) -> None:
-        if not self._closed:
-            self._read()  # its last words, a Bye or a Refused, may lie there
+        self._read()  # its last words, a Bye or a Refused, may lie there
         self.close(f"the connection failed: {error}", cause=error)
 
     def say(self) -> None:
@@ -328,7 +376,7 @@ class Connection:
     def _end(self) -> None:
         with self._lock:
             self._closed = True
-            self._outbox.clear()
+            self.outbox.clear()
             self._loop.unregister(self._sock)
         if self._timer is not None:
             self._timer.cancel()

@@ -10,18 +10,22 @@ connection that it was about. Only ``link_of`` and ``links`` are for other threa
 from __future__ import annotations
 
 import functools
+import logging
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from llm_datadist._core import limits
+from llm_datadist._core.share import Share
 from llm_datadist._link import table as t
 from llm_datadist._link.connection import Connection, ends_of
 from llm_datadist._link.dials import Dial, Dials
 from llm_datadist._link.handshakes import Handshakes
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._link.loop import ControlLoop
+from llm_datadist._link.peer_log import PeerLog
 from llm_datadist._link.seam import Address, LinkHandler, SocketCalls, Unusable
 from llm_datadist._logs import get_logger
 from llm_datadist._wire import messages as m
@@ -51,9 +55,12 @@ class LinkDriver:
         self._calls = calls
         self._handler = handler
         self._loop = loop
+        self.log = PeerLog(loop.call_at)
         self._table = t.LinkTable(mine, retry_count)
         self._conns: dict[int, Connection] = {}
-        self._handshakes = Handshakes(handler, random_token, loop)
+        self._newcomers = Share(limits.NEWCOMERS_BURST_S, limits.NEWCOMERS_SHARE, time.monotonic())
+        self._fresh: dict[int, None] = {}  # of these, accepted and without a link yet
+        self._handshakes = Handshakes(handler, random_token, loop, self.log)
         self.dials = Dials(loop, self._table, self._apply, self._open_dialled, self.link_of)
         self._next_conn = 0
         self._work: deque[t.Action] = deque()
@@ -75,9 +82,17 @@ class LinkDriver:
 
     # ---- from the service --------------------------------------------------------------------------
 
-    def accept(self, sock: socket.socket, peer_address: str) -> None:
-        """A connection came in. Raises OSError: it has gone again, or cannot be watched."""
-        self._open(sock, ends_of(sock), s.Session(self.mine, time.monotonic()), peer_address)
+    def accept(self, sock: socket.socket, peer_address: str) -> float:
+        """A connection came in. Returns for how long to accept no more: handshakes have had their share.
+
+        Raises OSError: it has gone again, or cannot be watched.
+        """
+        if len(self._fresh) >= limits.HANDSHAKES:
+            self._conns[next(iter(self._fresh))].close("too many handshakes are under way")
+        conn = self._open(sock, ends_of(sock), s.Session(self.mine, time.monotonic()), peer_address)
+        if not conn.closed:
+            self._fresh[conn.number] = None
+        return self._newcomers.rest_s(time.monotonic())
 
     def _open_dialled(
         self, sock: socket.socket, address: Address, ends: Ends, ticket: int, dial: Dial
@@ -155,7 +170,7 @@ class LinkDriver:
     # ---- what connections report ---------------------------------------------------------------------
 
     def on_event(self, conn: Connection, event: s.Event) -> None:
-        """See ``connection.ConnectionOwner``."""
+        """See ``seam.ConnectionOwner``."""
         match event:
             case s.MessageIn(frame) if conn.link is not None:
                 self._handler.on_message(conn.link, frame)
@@ -165,7 +180,9 @@ class LinkDriver:
             case s.LivenessIn(silent) if conn.link is not None:
                 conn.link.set_silent(silent)
             case _:
+                began = time.monotonic()
                 self._on_handshake(conn, event)
+                self._newcomers.spend(time.monotonic() - began if conn.ticket is None else 0.0)
 
     def _on_handshake(self, conn: Connection, event: s.Event) -> None:
         match event:
@@ -195,12 +212,14 @@ class LinkDriver:
 
     def _hand_over(self, conn: Connection, hello: m.DataHello, leftover: bytes) -> None:
         del self._conns[conn.number]
+        self._fresh.pop(conn.number, None)
         sock = conn.detach()
         try:
             self._handler.on_data_socket(sock, hello, leftover)
         except Exception:
             sock.close()
-            _log.exception("a data connection from %s could not be taken over", conn.peer_address)
+            text = "a data connection from %s could not be taken over"
+            self.log.say(logging.ERROR, conn.peer_address, text, conn.peer_address, exc_info=True)
 
     def _on_welcome(self, conn: Connection, welcome: m.Welcome) -> None:
         ticket = conn.ticket
@@ -233,7 +252,7 @@ class LinkDriver:
         text = refused.text[: s.TEXT_LIMIT]
         ticket, conn.ticket = conn.ticket, None
         if ticket is None and refused.kind != t.ALREADY:
-            _log.warning("the peer at %s gave up the handshake: %s", conn.peer_address, text)
+            self.log.refused("the peer at %s gave up the handshake: %s", conn.peer_address, text)
         conn.close(f"refused: {text}")
         if ticket is not None:
             self._apply(self._table.refused(ticket, code_of(refused.code), text, refused.kind))
@@ -241,11 +260,13 @@ class LinkDriver:
     def on_closed(
         self, conn: Connection, reason: str, *, error: bool, cause: BaseException | None = None
     ) -> None:
-        """See ``connection.ConnectionOwner``."""
+        """See ``seam.ConnectionOwner``."""
         self._conns.pop(conn.number, None)
+        self._fresh.pop(conn.number, None)
         self._handshakes.drop(conn)
         if error and (conn.ticket is None or conn.link is not None):  # else the dial's failure says it
-            _log.warning("closed the connection of %s: it broke the protocol: %s", conn.peer_address, reason)
+            text = "closed the connection of %s: it broke the protocol: %s"
+            self.log.say(logging.WARNING, conn.peer_address, text, conn.peer_address, reason[: s.TEXT_LIMIT])
         self._table.closed(conn.number)
         if conn.link is not None:
             conn.link.peer_left = conn.session.peer_left
@@ -253,12 +274,22 @@ class LinkDriver:
         if conn.link is None and conn.ticket is not None:
             self.dials.failed(conn.ticket, f"{conn.peer_address}: {reason}")
 
+    def on_bug(self, conn: Connection) -> None:
+        """See ``seam.ConnectionOwner``."""
+        text = "an event of the connection with %s could not be handled"
+        self.log.say(logging.ERROR, conn.peer_address, text, conn.peer_address, exc_info=True)
+
+    def outboxes_nbytes(self) -> int:
+        """See ``seam.ConnectionOwner``."""
+        return sum(conn.outbox.about for conn in list(self._conns.values()))
+
     def _take_down(self, link: Link, reason: str, cause: BaseException | None) -> None:
         with self._lock:
             if self._up.get(link.cluster_id) is link:
                 del self._up[link.cluster_id]
         if link.set_down(reason, cause):
-            _log.info("link to cluster %d at %s is down: %s", link.cluster_id, link.address, reason)
+            text = "link to cluster %d at %s is down: %s"
+            self.log.say(logging.INFO, link.address, text, link.cluster_id, link.address, reason)
             self._guard("on_down", functools.partial(self._handler.on_down, link, reason))
 
     # ---- actions of the table ------------------------------------------------------------------------
@@ -322,6 +353,7 @@ class LinkDriver:
 
     def _establish(self, conn: Connection, hidden: bool) -> None:
         shake, peer = self._handshakes.take(conn), conn.session.peer
+        self._fresh.pop(conn.number, None)
         if peer is None or shake.prepared is None or shake.wanted is None:
             return
         if conn.dialled_address is None:
@@ -347,13 +379,14 @@ class LinkDriver:
                 self._up[link.cluster_id] = link
             self.dials.errors.pop(link.cluster_id, None)
             told = f", which listens at {peer.listens_at[:300]!r}," if peer.listens_at else ""
-            _log.info("link to cluster %d at %s%s is up", link.cluster_id, link.address, told)
+            text = "link to cluster %d at %s%s is up"
+            self.log.say(logging.INFO, link.address, text, link.cluster_id, link.address, told)
         shake.wanted.link_is_up(link)
         conn.uncork()
 
     def _refuse(self, conn: Connection, refusal: t.Refuse) -> None:
         if conn.ticket is None and refusal.kind != t.ALREADY:
-            _log.warning("refused the link that %s asked for: %s", conn.peer_address, refusal.text)
+            self.log.refused("refused the link that %s asked for: %s", conn.peer_address, refusal.text)
         conn.ticket = None
         conn.session.refuse(refusal.code, refusal.text, refusal.kind)
         conn.close(f"refused: {refusal.text}")

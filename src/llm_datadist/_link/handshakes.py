@@ -7,12 +7,14 @@ followed by ``discard`` unless the link came up (``take``). Control thread only,
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from llm_datadist._link.connection import Connection
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._link.loop import ControlLoop
+from llm_datadist._link.peer_log import PeerLog
 from llm_datadist._link.seam import LinkHandler, Prepared, Showing, Unusable
 from llm_datadist._logs import get_logger
 from llm_datadist._wire import messages as m
@@ -54,10 +56,14 @@ class Handshakes:
         handler: The engine.
         random_token: Gives 16 to 64 random bytes.
         loop: Of the control thread.
+        peer_log: Where faults are told.
     """
 
-    def __init__(self, handler: LinkHandler, random_token: Callable[[], bytes], loop: ControlLoop) -> None:
+    def __init__(
+        self, handler: LinkHandler, random_token: Callable[[], bytes], loop: ControlLoop, peer_log: PeerLog
+    ) -> None:
         self._handler = handler
+        self._peer_log = peer_log
         self._random_token = random_token
         self._loop = loop
         self._all: dict[int, Handshake] = {}
@@ -134,7 +140,8 @@ class Handshakes:
         try:
             return self._handler.show(shake.shown)
         except Exception:
-            _log.exception("nothing can be shown to the peer at %s", conn.peer_address)
+            text = "nothing can be shown to the peer at %s"
+            self._peer_log.say(logging.ERROR, conn.peer_address, text, conn.peer_address, exc_info=True)
             return {}
 
     def _hide(self, shake: Handshake) -> None:
@@ -155,7 +162,8 @@ class Handshakes:
                 peer, showing, shake.secret, conn.dialled_address, shake.wanted.ask
             )
         except Exception as error:
-            _log.exception("the link with cluster %d cannot be prepared", peer.cluster_id)
+            text = "the link with cluster %d cannot be prepared"
+            self._peer_log.say(logging.ERROR, conn.peer_address, text, peer.cluster_id, exc_info=True)
             return Unusable(LLMStatusCode.LLM_FAILED, f"an internal error: {type(error).__name__}")
         if isinstance(result, Prepared):
             shake.prepared = result

@@ -19,8 +19,9 @@ from typing import Protocol, TypeAlias
 
 from llm_datadist._link.seam import Address
 from llm_datadist._wire.framing import Buffer, Frame, encode
-from llm_datadist._wire.messages import Identity, Message
+from llm_datadist._wire.messages import Done, Found, Grant, Identity, Message, Release
 
+_ANSWERS = (Done, Grant, Found, Release)  # to a Grant that nobody waits for, the last one
 PendingCallback: TypeAlias = Callable[["Pending"], None]
 _END = "end"
 
@@ -32,14 +33,17 @@ class LinkLost(Exception):  # noqa: N818 - a fact about the peer, turned into a 
 class Carrier(Protocol):
     """The connection under a link. Every method from any thread."""
 
-    def post(self, chunks: Sequence[Buffer]) -> None:
-        """Queues bytes without a system call."""
+    def post(self, chunks: Sequence[Buffer], *, owed: bool = False) -> None:
+        """Queues bytes without a system call. ``owed``: they answer what the peer has asked."""
 
     def flush(self) -> None:
         """Writes what the socket takes now; the rest follows by itself."""
 
     def note_alive(self) -> None:
         """The peer has shown life elsewhere."""
+
+    def charge(self, seconds: float) -> None:
+        """What the peer has sent has cost so much, for nothing."""
 
     def call_soon(self, fn: Callable[[], None]) -> None:
         """Runs ``fn`` on the control thread."""
@@ -238,7 +242,7 @@ class Link:
         """
         if self._ends is not None:
             raise LinkLost(self._ends) from self.down_cause
-        self._carrier.post(encode(message, attachments))
+        self._carrier.post(encode(message, attachments), owed=isinstance(message, _ANSWERS))
 
     def flush(self) -> None:
         """Writes what the socket takes now; the control thread sends the rest. Never blocks."""
@@ -281,6 +285,10 @@ class Link:
     def note_alive(self) -> None:
         """The peer has shown life on another connection (data arrived)."""
         self._carrier.note_alive()
+
+    def charge(self, seconds: float) -> None:
+        """What the peer has sent has cost another thread so much, for nothing: it counts as its share of ours."""
+        self._carrier.charge(seconds)
 
     # ---- for the control plane ------------------------------------------------------------------------
 

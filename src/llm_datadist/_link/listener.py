@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from llm_datadist._accepting import Accepting
+from llm_datadist._core import limits
 from llm_datadist._link.dialer import Candidate, SockAddr, numeric, prepare_socket, resolve
 from llm_datadist._link.loop import ControlLoop
 from llm_datadist._link.seam import Address
 from llm_datadist._shortages import is_shortage, reason_of
-from llm_datadist._wire.framing import HANDSHAKE_FRAME_LIMIT, Decoder, ProtocolError, encode
+from llm_datadist._wire.framing import Decoder, ProtocolError, encode
 from llm_datadist._wire.messages import DataHello, Hello, Refused
 from llm_datadist.status import LLMException, LLMStatusCode
 
@@ -92,7 +93,7 @@ class Listener:
         self,
         loop: ControlLoop,
         sock: socket.socket,
-        on_accept: Callable[[socket.socket, str], None],
+        on_accept: Callable[[socket.socket, str], float],
         refuse_data: Callable[[socket.socket, DataHello, str], None],
     ) -> None:
         self._loop = loop
@@ -115,20 +116,20 @@ class Listener:
         if pause_s:
             self._loop.rest(self._sock, pause_s)
 
-    def _take(self, sock: socket.socket, peer: Any) -> None:
+    def _take(self, sock: socket.socket, peer: Any) -> float:
         try:
             prepare_socket(sock)
             address = str(numeric(peer))
         except OSError:  # reset already
             sock.close()
-            return
-        self._on_accept(sock, address)
+            return 0.0
+        return self._on_accept(sock, address)
 
     def _refuse(self, sock: socket.socket, reason: str) -> None:
         """Answers whoever has said what the connection is for."""
         sock.setblocking(False)
         decoder = Decoder()
-        decoder.push(sock.recv(HANDSHAKE_FRAME_LIMIT))
+        decoder.push(sock.recv(limits.HANDSHAKE_FRAME_NBYTES))
         try:
             frame = decoder.take()
         except ProtocolError:

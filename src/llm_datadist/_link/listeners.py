@@ -47,14 +47,14 @@ class Listeners:
 
     Args:
         loop: The control thread.
-        on_accept: Gets each connection and the peer's address.
+        on_accept: Gets each connection and the peer's address; returns for how long to accept no more.
         refuse_data: Answers a data connection that cannot be taken.
     """
 
     def __init__(
         self,
         loop: ControlLoop,
-        on_accept: Callable[[socket.socket, str], None],
+        on_accept: Callable[[socket.socket, str], float],
         refuse_data: Callable[[socket.socket, DataHello, str], None],
     ) -> None:
         self._loop = loop

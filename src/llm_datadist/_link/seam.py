@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from llm_datadist._wire.messages import DataHello, Identity
 
 if TYPE_CHECKING:
+    from llm_datadist._link.connection import Connection
     from llm_datadist._link.link import Link
     from llm_datadist._link.outbox import Outbox
     from llm_datadist._wire.framing import Frame
+    from llm_datadist._wire.session import Event
 
 DataSocket: TypeAlias = socket.socket
 
@@ -99,6 +101,24 @@ class SocketCalls(Protocol):
         Raises:
             OSError: As for ``send``.
         """
+
+
+class ConnectionOwner(Protocol):
+    """What a connection reports to. Called on the control thread."""
+
+    def on_event(self, conn: Connection, event: Event) -> None:
+        """Any event of the session but Closed."""
+
+    def on_closed(
+        self, conn: Connection, reason: str, *, error: bool, cause: BaseException | None = None
+    ) -> None:
+        """The connection is gone. ``error``: the peer broke the protocol. ``cause``: what the system said."""
+
+    def on_bug(self, conn: Connection) -> None:
+        """An event could not be handled: the exception that is being handled is a fault of this side."""
+
+    def outboxes_nbytes(self) -> int:
+        """What waits to be sent on all connections. From any thread."""
 
 
 class LinkHandler(Protocol):

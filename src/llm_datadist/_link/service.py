@@ -88,6 +88,7 @@ class LinkService:
         )
         self._loop = ControlLoop(f"llm-datadist-control-{settings.cluster_id}")
         self._driver = LinkDriver(identity, settings.retry_count, handler, random_token, self._loop, calls)
+        self.log = self._driver.log
         self._loop.before_wait = self._driver.flush_posted
         self._loop.on_late = self._driver.forgive
         self._listeners = Listeners(self._loop, self._driver.accept, handler.refuse_data_socket)

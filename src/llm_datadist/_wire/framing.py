@@ -15,14 +15,10 @@ from typing import TypeAlias
 
 import msgspec
 
+from llm_datadist._core import limits
 from llm_datadist._wire.messages import AnyMessage, Message
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-
-HANDSHAKE_FRAME_LIMIT = 64 << 10  # nothing is known of the peer yet; Hello with endpoints is under 2 KiB
-FRAME_LIMIT = 64 << 20  # an Offer of 10^6 blocks carries two index lists of 8 MB, Announce all addresses
-MESSAGE_LIMIT = 4 << 20  # the msgpack part, which decodes to several times its size; lists are attachments
-ATTACHMENT_LIMIT = 1 << 16  # per frame: each costs an object, also an empty one
 
 _TOTAL = struct.Struct("<I")
 _HEADER = struct.Struct("<II")
@@ -47,19 +43,23 @@ class Frame:
 
 
 def encode(message: Message, attachments: Sequence[Buffer] = ()) -> list[Buffer]:
-    """A frame as chunks to be sent in this order. Attachments are not copied: leave them unchanged.
+    """A frame as chunks to be sent in this order, a long text cut. Attachments are not copied: leave them unchanged.
 
     Raises:
         OversizeError: More than the peer would take.
     """
+    text = getattr(message, "text", "")
+    if len(text) > limits.TEXT_CHARS:
+        message = msgspec.structs.replace(message, text=text[: limits.TEXT_CHARS])
     body = _encoder.encode(message)
     views = [_bytes_of(a) for a in attachments]
     sizes = [len(v) for v in views]
     total = _HEADER.size + 4 * len(sizes) + len(body) + sum(sizes)
-    if total > FRAME_LIMIT or len(body) > MESSAGE_LIMIT or len(sizes) > ATTACHMENT_LIMIT:
+    if total > limits.FRAME_NBYTES or len(body) > limits.MESSAGE_NBYTES or len(sizes) > limits.ATTACHMENTS:
         raise OversizeError(
             f"{type(message).__name__} of {total} bytes with {len(sizes)} attachments: a frame holds "
-            f"{FRAME_LIMIT}, {MESSAGE_LIMIT} of them message, and {ATTACHMENT_LIMIT} attachments; send it in parts"
+            f"{limits.FRAME_NBYTES}, {limits.MESSAGE_NBYTES} of them message, and {limits.ATTACHMENTS} attachments; "
+            "send it in parts"
         )
     head = struct.pack(f"<III{len(sizes)}I", total, len(body), len(sizes), *sizes) + body
     return [head, *(v for v in views if len(v))]
@@ -79,7 +79,7 @@ class Decoder:
         limit: Bytes that a frame may have; may be raised between frames.
     """
 
-    def __init__(self, limit: int = HANDSHAKE_FRAME_LIMIT) -> None:
+    def __init__(self, limit: int = limits.HANDSHAKE_FRAME_NBYTES) -> None:
         self.limit = limit
         self._buffer = bytearray()
 
@@ -121,6 +121,11 @@ class Decoder:
         del self._buffer[:end]
         return frame
 
+    @property
+    def has_bytes(self) -> bool:
+        """Whether there are bytes that were not taken yet."""
+        return bool(self._buffer)
+
     def leftover(self) -> bytes:
         """The bytes not taken yet, which it forgets."""
         rest = bytes(self._buffer)
@@ -130,7 +135,7 @@ class Decoder:
 
 def _check_header(total: int, message_nbytes: int, count: int) -> None:
     fits = _HEADER.size + 4 * count + message_nbytes <= total
-    if not fits or count > ATTACHMENT_LIMIT or message_nbytes > MESSAGE_LIMIT:
+    if not fits or count > limits.ATTACHMENTS or message_nbytes > limits.MESSAGE_NBYTES:
         raise ProtocolError(f"{total} bytes of frame, {message_nbytes} of message and {count} attachments")
 
 

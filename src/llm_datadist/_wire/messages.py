@@ -2,14 +2,32 @@
 
 Forward compatible: an unknown field is skipped, a missing one takes its default. Arrays are not here:
 they travel as raw little-endian attachments of the frame (see ``framing``); each message says which.
-Every number in them comes from a peer: whoever uses one checks it first.
+How much a field may hold is part of its type, and looked at before it is decoded. Every number comes from a
+peer: whoever uses one checks it first.
 """
 
 from __future__ import annotations
 
+from typing import Annotated, TypeAlias
+
 import msgspec
+from msgspec import Meta
+
+from llm_datadist._core import limits
 
 PROTOCOL_VERSION = 1
+
+Uint: TypeAlias = Annotated[int, Meta(ge=0)]  # msgpack has nothing above 2**64 - 1
+Ms: TypeAlias = Annotated[
+    int, Meta(ge=-limits.TIME_MS, le=limits.TIME_MS)
+]  # what is left may be less than nothing
+Text: TypeAlias = Annotated[str, Meta(max_length=limits.TEXT_CHARS)]
+Name: TypeAlias = Annotated[str, Meta(max_length=limits.NAME_CHARS)]
+Endpoints: TypeAlias = Annotated[dict[Name, bytes], Meta(max_length=limits.ENDPOINTS)]
+Names: TypeAlias = Annotated[tuple[Name, ...], Meta(max_length=limits.ENDPOINTS)]
+Secret: TypeAlias = Annotated[bytes, Meta(max_length=limits.SECRET_NBYTES)]
+Notice: TypeAlias = Annotated[bytes, Meta(max_length=limits.NOTIFY_NBYTES)]
+NoticeName: TypeAlias = Annotated[str, Meta(max_length=limits.NOTIFY_NBYTES)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", kw_only=True):
@@ -30,13 +48,13 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     cluster_id: int
-    instance: bytes
+    instance: Secret
     role: int
     accessible: bool
-    backend: str = "auto"
+    backend: Name = "auto"
     heartbeat_ms: int = 1000
     link_timeout_ms: int = 30000
-    listens_at: str = ""
+    listens_at: Name = ""
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -45,7 +63,7 @@ class Hello(Message, frozen=True, kw_only=True):
     version: int
     target_id: int
     identity: Identity
-    challenge: bytes
+    challenge: Secret
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -57,9 +75,9 @@ class Welcome(Message, frozen=True, kw_only=True):
     """
 
     identity: Identity
-    seed: bytes
-    challenge: bytes
-    endpoints: dict[str, bytes] = {}
+    seed: Secret
+    challenge: Secret
+    endpoints: Endpoints = {}
 
 
 class Confirm(Message, frozen=True, kw_only=True):
@@ -68,29 +86,29 @@ class Confirm(Message, frozen=True, kw_only=True):
     ``endpoints`` as in Welcome.
     """
 
-    reads_by: tuple[str, ...]
-    endpoints: dict[str, bytes] = {}
+    reads_by: Names
+    endpoints: Endpoints = {}
 
 
 class Established(Message, frozen=True, kw_only=True):
     """The dialled side has probed as well, and counts the link as up."""
 
-    reads_by: tuple[str, ...]
+    reads_by: Names
 
 
 class Refused(Message, frozen=True, kw_only=True):
     """The end of a handshake. ``kind`` "already": a link between these two is there or being made."""
 
     code: int
-    text: str
-    kind: str = ""
+    text: Text
+    kind: Name = ""
 
 
 class DataHello(Message, frozen=True, kw_only=True):
     """First frame of a data connection. ``dialler_reads``: the dialling side requests on it."""
 
     version: int
-    link_token: bytes
+    link_token: Secret
     dialler_reads: bool
 
 
@@ -104,19 +122,19 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 class Ping(Message, frozen=True, kw_only=True):
     """Answered at once by Pong with the same id."""
 
-    id: int
+    id: Uint
 
 
 class Pong(Message, frozen=True, kw_only=True):
     """Answer to Ping."""
 
-    id: int
+    id: Uint
 
 
 class Bye(Message, frozen=True, kw_only=True):
     """The sender drops the link now."""
 
-    text: str
+    text: Text
 
 
 class Unlink(Message, frozen=True, kw_only=True):
@@ -126,8 +144,8 @@ class Unlink(Message, frozen=True, kw_only=True):
     ``clusters_only``: the link stays, a comm holds it; link_clusters uses it no more, on either side.
     """
 
-    id: int
-    time_left_ms: int
+    id: Uint
+    time_left_ms: Ms
     if_unused: bool = False
     clusters_only: bool = False
 
@@ -138,18 +156,18 @@ class Settle(Message, frozen=True, kw_only=True):
     ``cache_id``: only those that read this cache of the sender, which are cut off; 0: all, in their own time.
     """
 
-    id: int
-    time_left_ms: int
+    id: Uint
+    time_left_ms: Ms
     cache_id: int = 0
 
 
 class Done(Message, frozen=True, kw_only=True):
     """Answer to Unlink, Settle, PartReady and Finish, and the refusal of every other request."""
 
-    id: int
+    id: Uint
     code: int
-    text: str = ""
-    nbytes: int = 0  # that a part moved
+    text: Text = ""
+    nbytes: Uint = 0  # that a part moved
 
 
 # ---- caches ------------------------------------------------------------------------------------------
@@ -158,8 +176,8 @@ class Done(Message, frozen=True, kw_only=True):
 class Word(msgspec.Struct, frozen=True, kw_only=True):
     """A 64-bit word in its giver's slab and the value it must have. ``address`` 0: not for one-sided use."""
 
-    address: int = 0
-    value: int = 0
+    address: Uint = 0
+    value: Uint = 0
 
 
 class KeyRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,10 +186,10 @@ class KeyRef(msgspec.Struct, frozen=True, kw_only=True):
     ``word``: of a bound key in a table (see ``CacheEntry``); None in questions.
     """
 
-    kind: str
+    kind: Name
     id: int = 0
     model_id: int = 0
-    batch_index: int = 0
+    batch_index: Uint = 0
     word: Word | None = None
 
 
@@ -184,16 +202,16 @@ class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
     dim0: int
     stride_nbytes: int
     word: Word
-    keys: tuple[KeyRef, ...] = ()
-    token: bytes = b""
+    keys: Annotated[tuple[KeyRef, ...], Meta(max_length=limits.KEYS)] = ()
+    token: Annotated[bytes, Meta(max_length=limits.TOKEN_NBYTES)] = b""
 
 
 class Resolve(Message, frozen=True, kw_only=True):
     """Mode A: find this key and hold the cache for me. Answered by Grant or Done."""
 
-    id: int
+    id: Uint
     key: KeyRef
-    time_left_ms: int
+    time_left_ms: Ms
 
 
 class Grant(Message, frozen=True, kw_only=True):
@@ -202,50 +220,50 @@ class Grant(Message, frozen=True, kw_only=True):
     ``takes_key``: a complete read releases a request key, so it ends with Finish.
     """
 
-    id: int
-    lease_id: int
+    id: Uint
+    lease_id: Uint
     lease: Word
     entry: CacheEntry
-    batch_index: int = 0
+    batch_index: Uint = 0
     takes_key: bool = False
 
 
 class Release(Message, frozen=True, kw_only=True):
     """The reader is done with a lease; ``nbytes``: that arrived."""
 
-    lease_id: int
-    nbytes: int = 0
+    lease_id: Uint
+    nbytes: Uint = 0
 
 
 class Lookup(Message, frozen=True, kw_only=True):
     """Mode B: a key that is not in my copy of your table. Answered by Found or Done."""
 
-    id: int
+    id: Uint
     key: KeyRef
 
 
 class Found(Message, frozen=True, kw_only=True):
     """Answer to Lookup. Attachment 0 as in Grant."""
 
-    id: int
+    id: Uint
     entry: CacheEntry
-    batch_index: int = 0
+    batch_index: Uint = 0
 
 
 class Announce(Message, frozen=True, kw_only=True):
-    """Mode B: these caches are in my table. Attachment i: addresses of entry i (as in Grant).
+    """Mode B: this cache is in my table. Attachment 0: its addresses, as in Grant.
 
     ``more_keys``: the keys come on top of those that the last announcement of the same cache had.
     """
 
-    entries: tuple[CacheEntry, ...]
+    entry: CacheEntry
     more_keys: bool = False
 
 
 class Withdraw(Message, frozen=True, kw_only=True):
     """These caches have left my table (mode B), and are published no more."""
 
-    cache_ids: tuple[int, ...]
+    cache_ids: Annotated[tuple[int, ...], Meta(max_length=limits.CACHE_IDS)]
 
 
 # ---- pushes --------------------------------------------------------------------------------------------
@@ -276,34 +294,34 @@ class Offer(Message, frozen=True, kw_only=True):
         notify: Name and message that go into the destination's queue once its data is there.
     """
 
-    id: int
-    kind: str
+    id: Uint
+    kind: Name
     source_id: int
-    source_batch: int = 0
+    source_batch: Uint = 0
     target: KeyRef | None = None
     src_layers: tuple[int, int] | None = None
     dst_layers: tuple[int, int] | None = None
-    tensors_per_layer: int = 2
-    unit_nbytes: int = 0
-    part_tensors: int
-    notify: tuple[str, bytes] | None = None
+    tensors_per_layer: Uint = 2
+    unit_nbytes: Uint = 0
+    part_tensors: Uint
+    notify: tuple[NoticeName, Notice] | None = None
 
 
 class PartReady(Message, frozen=True, kw_only=True):
     """Part ``part`` of an offer may be read now, while ``lease`` holds. Answered by Done."""
 
-    id: int
-    offer_id: int
-    part: int
-    lease_id: int
+    id: Uint
+    offer_id: Uint
+    part: Uint
+    lease_id: Uint
     lease: Word
-    time_left_ms: int
+    time_left_ms: Ms
 
 
 class EndOffer(Message, frozen=True, kw_only=True):
     """No more parts: forget the offer, stop what runs of it. ``ok``: as in ``Decided``, of its notification."""
 
-    offer_id: int
+    offer_id: Uint
     ok: bool = False
 
 
@@ -319,12 +337,12 @@ class Finish(Message, frozen=True, kw_only=True):
         notify: Name and message for the receiver's queue.
     """
 
-    id: int
-    lease_id: int = 0
+    id: Uint
+    lease_id: Uint = 0
     first_tensor: int = 0
     tensor_stop: int = 0
-    nbytes: int = 0
-    notify: tuple[str, bytes] | None = None
+    nbytes: Uint = 0
+    notify: tuple[NoticeName, Notice] | None = None
 
 
 class Decided(Message, frozen=True, kw_only=True):
@@ -334,7 +352,7 @@ class Decided(Message, frozen=True, kw_only=True):
     initiator may have reported success; but after a Bye of the initiator for not: its call has failed.
     """
 
-    finish_id: int
+    finish_id: Uint
     ok: bool
 
 
@@ -344,7 +362,7 @@ class Decided(Message, frozen=True, kw_only=True):
 class NeedConnections(Message, frozen=True, kw_only=True):
     """Please dial this many data connections on which I may read."""
 
-    count: int
+    count: Annotated[int, Meta(ge=1, le=limits.CONNECTIONS_ASKED)]
 
 
 class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -354,13 +372,15 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     cache_id: int
-    generation: int
-    lease_id: int = 0
-    lease_value: int = 0
-    more_leases: tuple[tuple[int, int], ...] = ()  # (id, value) of others that must hold as well
+    generation: Uint
+    lease_id: Uint = 0
+    lease_value: Uint = 0
+    more_leases: Annotated[
+        tuple[tuple[int, int], ...], Meta(max_length=limits.LEASES_OF_A_READ - 1)
+    ] = ()  # (id, value) of others that must hold as well
     first_tensor: int
     tensor_count: int
-    unit_nbytes: int
+    unit_nbytes: Uint
     row_nbytes: int
     index_nbytes: int = 8
 

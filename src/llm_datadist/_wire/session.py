@@ -10,21 +10,22 @@ Invariants: time is an argument; after ``Closed`` nothing more comes out. Contro
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
+from llm_datadist._core import limits
 from llm_datadist._wire import messages as m
-from llm_datadist._wire.framing import FRAME_LIMIT, Buffer, Decoder, Frame, ProtocolError, encode
+from llm_datadist._wire.framing import Buffer, Decoder, Frame, ProtocolError, encode
 from llm_datadist._wire.proofs import CHALLENGE_NBYTES
 
-HANDSHAKE_TIMEOUT_S = 10.0  # contract §4: a connection that has not finished its handshake by then is dropped
+HANDSHAKE_TIMEOUT_S = limits.HANDSHAKE_S  # contract §4
 MISSED_HEARTBEATS = 3  # one may be late, two are unlikely, three are silence
-MAX_INTERVAL_MS = 2**31 - 1  # the option's own range: int32 ms; a peer cannot keep a dead link for longer
 INSTANCE_NBYTES = 16
-TEXT_LIMIT = 1000  # of a peer's text that reaches logs and exceptions
-SEED_NBYTES = (8, 64)  # of a link's secret: long enough not to be guessed, bounded
+TEXT_LIMIT = limits.LINE_CHARS  # of a peer's text that reaches logs and exceptions
+SEED_NBYTES = (8, limits.SECRET_NBYTES)  # of a link's secret: long enough not to be guessed, bounded
 
 
 class State(Enum):
@@ -132,6 +133,8 @@ class Session:
         last_alive: Instant of the last sign of life.
         bytes_in: Bytes received.
         peer_left: It has said goodbye.
+        frames_in: Frames taken out of them.
+        more: Bytes have come that were not looked at yet: call ``receive`` again, also with nothing new.
     """
 
     def __init__(
@@ -156,6 +159,8 @@ class Session:
         self.last_alive = now
         self.bytes_in = 0
         self.peer_left = False
+        self.frames_in = 0
+        self.more = False
         self.state = State.AWAIT_FIRST
         if hello is not None:
             self.state = State.AWAIT_WELCOME
@@ -163,19 +168,25 @@ class Session:
 
     # ---- in ----------------------------------------------------------------------------------------
 
-    def receive(self, data: Buffer, now: float) -> list[Event]:
-        """Takes received bytes. The last event is Closed when the peer broke the protocol."""
+    def receive(self, data: Buffer, now: float, most: int = sys.maxsize) -> list[Event]:
+        """Takes received bytes, and ``most`` frames out of them. Closed comes last: the peer broke the protocol."""
         if self.state in _OVER:
             return []
         self.bytes_in += len(data)
         events = self.note_alive(now)
         self._decoder.push(data)
+        stop = self.frames_in + most
+        self.more = False
         try:
             while self.state not in _OVER and (frame := self._decoder.take()) is not None:
                 self._now = now
+                self.frames_in += 1
                 event = self._on_frame(frame)
                 if event is not None:
                     events.append(event)
+                if self.frames_in == stop:
+                    self.more = self._decoder.has_bytes
+                    break
         except ProtocolError as error:
             self.state = State.CLOSED
             events.append(Closed(str(error), error=True))
@@ -233,7 +244,7 @@ class Session:
 
     def _come_up(self) -> None:
         self.state = State.UP
-        self._decoder.limit = FRAME_LIMIT
+        self._decoder.limit = limits.FRAME_NBYTES
         self.last_alive = self._now
         self._next_heartbeat_at = self._now + self._mine.heartbeat_ms / 1000
 
@@ -339,7 +350,7 @@ class Session:
         if len(identity.instance) != INSTANCE_NBYTES or not 0 <= identity.cluster_id < 1 << 64:
             raise ProtocolError(f"cluster id {identity.cluster_id}, {len(identity.instance)} byte instance")
         for interval in (identity.heartbeat_ms, identity.link_timeout_ms):
-            if not 0 < interval <= MAX_INTERVAL_MS:
+            if not 0 < interval <= limits.TIME_MS:
                 raise ProtocolError(f"a heartbeat or link timeout of {interval} ms")
         self.peer = identity
         self._silence_s = MISSED_HEARTBEATS * identity.heartbeat_ms / 1000

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from llm_datadist._core import limits
 from llm_datadist._core.segments import U64, Extents, Segments
 from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.transports import _libc
@@ -58,6 +59,10 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
     memory: str
     rows: bytes
     metadata: bytes
+
+
+def _metadata_nbytes(source: Source | None) -> int:
+    return 0 if source is None else len(source.metadata)
 
 
 class NixlChannel:
@@ -129,8 +134,11 @@ class NixlChannel:
         right = isinstance(found, Source) and told.agent == self._endpoint.agent
         with self._admitting:
             self._last = None, ()
-            while len(self._sources) >= _MAX_SOURCES:
-                del self._sources[next(iter(self._sources))]
+            nbytes = len(token) + sum(map(_metadata_nbytes, self._sources.values()))
+            while self._sources and (
+                len(self._sources) >= _MAX_SOURCES or nbytes > limits.NIXL_SOURCES_NBYTES
+            ):
+                nbytes -= _metadata_nbytes(self._sources.pop(next(iter(self._sources))))
             self._sources[name] = found if right and isinstance(found, Source) else None
 
     def settle(self, *, deadline: float) -> bool:

@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Sequence
 
+from llm_datadist._core import limits
 from llm_datadist._shortages import reason_of
 from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.devices.shared_memory import SharedArea
@@ -21,7 +22,7 @@ from llm_datadist.transports._meeting import AdoptReader, DropReader, credential
 
 GRANTED = b"\0"
 REFUSED = b"\1"  # the reason follows
-MAX_READERS = 4096  # of one owner: descriptors are finite, and a reader costs one
+MAX_READERS = limits.READERS
 
 
 class Giver:

@@ -98,7 +98,7 @@ class TcpTransport:
         with self._lock:
             channel = self._channels.get((link_token, False))
         if channel is None:
-            logger.info("a data connection of a link that is not open is closed")
+            logger.debug("a data connection of a link that is not open is closed")
             sock.close()
             return
         try:

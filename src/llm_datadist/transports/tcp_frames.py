@@ -14,8 +14,9 @@ from enum import IntEnum
 
 import msgspec
 
+from llm_datadist._core import limits
+
 CHUNK_NBYTES = 8 << 20  # what a reader takes with one call; zeros to its end if the source fails within it
-SELECTOR_NBYTES = 16 << 20  # 10^6 block ids of 8 bytes, twice over
 TEXT_NBYTES = 1024  # of an END; longer ones are cut
 STREAM_NBYTES = 1 << 62  # far above any cache; keeps sums of positions within int64
 
@@ -161,6 +162,13 @@ class RequestParser:
         """Whether no part of a request is waiting for the rest."""
         return not self._buffer
 
+    @property
+    def claimed(self) -> int:
+        """Bytes of the selector of the request that is coming in, as it says; 0 when that is not known."""
+        if not self._buffer or len(self._buffer) < REQUEST_NBYTES:
+            return 0
+        return int(_REQUEST.unpack_from(self._buffer)[-1])
+
     def feed(self, data: bytes | memoryview) -> None:
         """Takes bytes as they arrived."""
         self._buffer += data
@@ -198,8 +206,8 @@ def _parse(raw: bytes | bytearray | memoryview) -> Request | None:
         raise FrameError("no request where one must be")
     if not start <= stop <= STREAM_NBYTES:
         raise FrameError(f"a request for the bytes [{start}, {stop})")
-    if selector_nbytes > SELECTOR_NBYTES:
-        raise FrameError(f"a selector of {selector_nbytes} bytes; the limit is {SELECTOR_NBYTES}")
+    if selector_nbytes > limits.SELECTOR_NBYTES:
+        raise FrameError(f"a selector of {selector_nbytes} bytes; the limit is {limits.SELECTOR_NBYTES}")
     whole = REQUEST_NBYTES + selector_nbytes
     if len(raw) < whole:
         return None

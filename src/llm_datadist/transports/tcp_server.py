@@ -14,20 +14,25 @@ import os
 import select
 import socket
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 
+from llm_datadist._core import limits
+from llm_datadist._core.line_counts import LineCounts
 from llm_datadist._logs import get_logger
 from llm_datadist._shortages import failure_of, named, start_thread
 from llm_datadist.status import LLMException, OutOfMemoryError
 from llm_datadist.transports._sockets import SEND_NOW, Buffer, receive_now
-from llm_datadist.transports.seam import ReadSource
+from llm_datadist.transports.seam import Fault, ReadSource, Serving
 from llm_datadist.transports.tcp_frames import FIRST_REQUEST, EndKind, FrameError, encode_end
+from llm_datadist.transports.tcp_opening import Opener
+from llm_datadist.transports.tcp_room import Room
 from llm_datadist.transports.tcp_serving import ServedConnection, ServedLink
 
 logger = get_logger("llm_datadist.tcp")
 
-MAX_CONNECTIONS = 64  # served per link: far above what a reader opens, low enough to spare descriptors
+MAX_CONNECTIONS = limits.CONNECTIONS
 _RECEIVE_NBYTES = 256 << 10
 _JOIN_S = 1.0  # the thread never blocks, so this is only reached when it is stopped from outside
 _GONE = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
@@ -41,6 +46,10 @@ class TcpServer:
         self._lock = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
         self._connections: dict[int, ServedConnection] = {}
+        self._room = Room()
+        self._opener = Opener()
+        self._later: set[int] = set()  # descriptors that had no turn, because others of their link had theirs
+        self._lines = LineCounts()
         self._thread: threading.Thread | None = None
         self._epoll: select.epoll | None = None
         self._wake_fd = -1
@@ -123,7 +132,11 @@ class TcpServer:
     def _run(self, epoll: select.epoll, scratch: Buffer) -> None:
         try:
             while not self._stopping:
-                self._round(epoll, scratch, epoll.poll())
+                if not self._room.waiting:
+                    self._round(epoll, scratch, epoll.poll())
+                else:
+                    self._round(epoll, scratch, epoll.poll(self._room.look_again_s()))
+                    self._let_in(epoll)
         except Exception:
             logger.exception(
                 "the thread that serves reads over tcp has failed; the next connection starts another"
@@ -133,6 +146,8 @@ class TcpServer:
 
     def _round(self, epoll: select.epoll, scratch: Buffer, events: list[tuple[int, int]]) -> None:
         posted = False
+        if len(events) > limits.TURN_CONNECTIONS:
+            events = self._in_turns(events)
         for fd, event in events:
             connection = self._connections.get(fd)
             if connection is not None:
@@ -143,11 +158,36 @@ class TcpServer:
             os.eventfd_read(self._wake_fd)
             self._run_commands()
 
+    def _in_turns(self, events: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Without the connections of links that have many; those that waited in the last round are first now."""
+        events.sort(key=lambda event: event[0] not in self._later)
+        self._later.clear()
+        turns: Counter[ServedLink | None] = Counter()
+        now = []
+        for fd, event in events:
+            connection = self._connections.get(fd)
+            link = connection.link if connection is not None else None
+            turns[link] += 1
+            if link is not None and turns[link] > limits.TURN_CONNECTIONS:
+                self._later.add(fd)
+            else:
+                now.append((fd, event))
+        return now
+
+    def _let_in(self, epoll: select.epoll) -> None:
+        """Those that waited with a long selector; others give up their room for them, if they only keep it."""
+        for connection in self._room.stalled():
+            self._close(connection)  # type: ignore[arg-type]
+        for connection in self._room.admitted():
+            self._rearm(epoll, connection)  # type: ignore[arg-type]
+
     def _shut(self, epoll: select.epoll) -> None:
         with self._lock:
             wake_fd, self._wake_fd = self._wake_fd, -1
             self._thread = self._epoll = None
             connections, self._connections = self._connections, {}
+            self._room = Room()
+            self._later.clear()
         self._run_commands()  # sockets that were handed over too late are in there
         for connection in connections.values():
             connection.close()
@@ -184,9 +224,11 @@ class TcpServer:
     def _drop(self, link: ServedLink) -> None:
         for connection in [c for c in self._connections.values() if c.link is link]:
             self._close(connection)
+        self._room.forget(link.token)
 
     def _close(self, connection: ServedConnection) -> None:
         del self._connections[connection.fd]
+        self._room.give_back(connection)
         connection.close()  # closing takes it out of the epoll set
 
     def _step(self, epoll: select.epoll, scratch: Buffer, connection: ServedConnection, events: int) -> None:
@@ -194,20 +236,62 @@ class TcpServer:
         if events & _GONE:  # readers never half-close: nobody is left to answer
             self._close(connection)
             return
+        was_busy = connection.busy
         try:
-            if connection.busy:
+            if was_busy:
                 connection.turn()
             else:
                 count = receive_now(connection.fd, scratch)
                 if count > 0:
-                    connection.feed(scratch.view[:count])
+                    self._feed(connection, scratch.view[:count])
                 elif count == 0:
                     self._close(connection)
                     return
-            if connection.busy is not connection.wants_write:
+            if connection.aside is not None or (
+                not connection.busy and self._must_wait(connection, was_busy)
+            ):
+                epoll.modify(connection.fd, select.EPOLLRDHUP)
+            elif connection.busy is not connection.wants_write:
                 self._rearm(epoll, connection)
         except Exception as exc:
             self._fail(connection, exc)
+
+    def _must_wait(self, connection: ServedConnection, was_busy: bool) -> bool:
+        """Whether there is no room for the selector that it has begun; gives up that of one that is answered."""
+        claimed = connection.claimed
+        if self._room.holds(connection) and (was_busy or not claimed):
+            self._room.give_back(connection)
+        return claimed > limits.LONG_SELECTOR_NBYTES and not self._room.admits(connection)
+
+    def _feed(self, connection: ServedConnection, data: memoryview) -> None:
+        """Of a long selector each piece costs time, which counts; so does opening it, elsewhere."""
+        began = time.monotonic()
+        connection.feed(data)
+        if self._room.holds(connection):
+            self._room.spend(connection, time.monotonic() - began)
+        if connection.aside is not None:
+            self._opener.submit(lambda: self._open(connection))
+
+    def _open(self, connection: ServedConnection) -> None:
+        """On the opener's thread."""
+        began = time.monotonic()
+        opened = connection.open_aside()
+        seconds = time.monotonic() - began
+        with self._lock:
+            lives = self._thread is not None
+            if lives:
+                self._command(lambda: self._opened(connection, opened, seconds))
+        if not lives:
+            _give_back(opened)
+
+    def _opened(self, connection: ServedConnection, opened: Serving | Fault, seconds: float) -> None:
+        epoll = self._epoll
+        if self._connections.get(connection.fd) is not connection or epoll is None:
+            _give_back(opened)
+            return
+        self._room.spend(connection, seconds)
+        connection.begin_aside(opened)
+        self._rearm(epoll, connection)
 
     def _rearm(self, epoll: select.epoll, connection: ServedConnection) -> None:
         connection.wants_write = connection.busy
@@ -216,10 +300,31 @@ class TcpServer:
 
     def _fail(self, connection: ServedConnection, exc: Exception) -> None:
         if isinstance(exc, FrameError):
-            logger.warning("a data connection is closed: its peer sent %s", exc)
+            self._say_broken(connection, exc)
         elif not isinstance(exc, OSError):  # that one: the reader has gone, or has cut the answer short
             logger.error("serving a read failed: %r", exc, exc_info=logger.isEnabledFor(logging.DEBUG))
         self._close(connection)
+
+    def _say_broken(self, connection: ServedConnection, exc: FrameError) -> None:
+        now, host = time.monotonic(), _host_of(connection.sock)
+        for left in self._lines.ended(now):
+            logger.warning(
+                "%d more data connections of %s were closed; the last: %s", left.more, left.address, left.last
+            )
+        if self._lines.admit(host, "lines", limits.LINES, str(exc), now):
+            logger.warning("a data connection of %s is closed: it sent %s", host, exc)
+
+
+def _give_back(opened: Serving | Fault) -> None:
+    if not isinstance(opened, Fault):
+        opened.close()
+
+
+def _host_of(sock: socket.socket) -> str:
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:
+        return "a peer that has gone"
 
 
 def refuse_first(sock: socket.socket, error: LLMException) -> None:

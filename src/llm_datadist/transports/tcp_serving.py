@@ -4,7 +4,7 @@ Strategy: bytes go from the owner's memory into the socket with ``sendmsg``. A s
 one call within ``ReadSource.send_now``; of a large one the END is sent only after the source has been checked
 once more, so what a reader accepts was valid to the last byte. Memory that turns out unreadable in mid-chunk
 is answered with zeros and a fault, which keeps the connection in step.
-Threads: everything here runs on the serving thread. Nothing blocks.
+Threads: everything here but ``open_aside`` runs on the serving thread. Nothing blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import socket
 from typing import Protocol
 
+from llm_datadist._core import limits
 from llm_datadist._core.segments import Extents
 from llm_datadist._logs import get_logger
 from llm_datadist.status import LLMStatusCode
@@ -64,6 +65,7 @@ class ServedConnection:
         self._parser = RequestParser()
         self._known: dict[bytes, tuple[ServedUnits, int]] = {}
         self._request: Request | None = None  # come in, not begun
+        self.aside: Request | None = None  # the same, with a long selector, which is being opened elsewhere
         self._iovecs = Iovecs()
         self._head = Buffer(HEADER_NBYTES + TEXT_NBYTES)
         self._end = Buffer(HEADER_NBYTES)  # of an answer sent at once
@@ -76,6 +78,16 @@ class ServedConnection:
         self._head_left = 0  # bytes of the current chunk's header that are not sent yet
         self._fault: Fault | None = None
         self._ending = False
+
+    @property
+    def token(self) -> bytes:
+        """Of its link."""
+        return self.link.token
+
+    @property
+    def claimed(self) -> int:
+        """Bytes of the selector that is coming in, as its request says."""
+        return self._parser.claimed
 
     def feed(self, data: memoryview) -> None:
         """Takes bytes from the peer, while not busy; what they complete is answered as far as the socket takes it.
@@ -94,10 +106,23 @@ class ServedConnection:
         request = self._parser.take(raw)
         if request is None:
             return
-        if not self._begin(request):
+        if len(request.selector) > limits.LONG_SELECTOR_NBYTES:
+            self.aside, self.busy = request, True
+        elif not self._begin(request):
             self.turn()
         elif middle and not request.start and request.nbytes == len(raw):
             self._learn(middle, request)
+
+    def open_aside(self) -> Serving | Fault:
+        """Opens the long selector that has come in. Not for the serving thread."""
+        return self._opened(self.aside.selector if self.aside is not None else b"")
+
+    def begin_aside(self, opened: Serving | Fault) -> None:
+        """It is open: its answer begins with the next turn."""
+        request, self.aside = self.aside, None
+        if request is not None:
+            self._reset(request.id, request.start, request.stop)
+            self._adopt(opened)
 
     def close(self) -> None:
         """Gives back the source's memory and closes the socket. Idempotent."""
@@ -161,10 +186,15 @@ class ServedConnection:
 
     def _open(self, selector: bytes) -> None:
         """For an answer in turns."""
+        self._adopt(self._opened(selector))
+
+    def _opened(self, selector: bytes) -> Serving | Fault:
         try:
-            opened = self._source.open(self.link.token, selector)
+            return self._source.open(self.link.token, selector)
         except Exception as exc:
-            opened = _bug(exc)
+            return _bug(exc)
+
+    def _adopt(self, opened: Serving | Fault) -> None:
         if isinstance(opened, Fault):
             self._fault = opened
             return

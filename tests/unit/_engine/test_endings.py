@@ -43,6 +43,7 @@ class Owner:
             lock=lock,
             condition=threading.Condition(lock),
             check_open=lambda: None,
+            is_alone=lambda link: True,
             leases=SimpleNamespace(
                 get=lambda number, holder, now: self.leases.get(number),
                 end=lambda lease: self.leases.pop(lease.lease_id),

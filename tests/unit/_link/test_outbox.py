@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from llm_datadist._core import limits
+from llm_datadist._link.link import Link
 from llm_datadist._link.outbox import CHUNKS_PER_CALL, Outbox
+from llm_datadist._wire import messages as m
+from llm_datadist._wire.framing import Buffer
+from tests.support.raw_links import identity
 from tests.support.steps import Steps
 
 
@@ -77,3 +84,69 @@ def test_g12_an_interrupt_at_any_step_sends_nothing_twice() -> None:
         if not interrupted:
             break
     assert number > 20
+
+
+# ---- row G17 ------------------------------------------------------------------------------------------------
+
+ENTRY = m.CacheEntry(cache_id=1, is_blocks=True, num_tensors=1, dim0=1, stride_nbytes=1, word=m.Word())
+ANSWERS: list[m.Message] = [
+    m.Done(id=1, code=0),
+    m.Grant(id=1, lease_id=1, lease=m.Word(), entry=ENTRY),
+    m.Found(id=1, entry=ENTRY),
+    m.Release(lease_id=1),
+]
+OTHERS: list[m.Message] = [
+    m.Announce(entry=ENTRY),
+    m.Withdraw(cache_ids=(1,)),
+    m.Finish(id=1),
+]
+
+
+class Carrier:
+    """Notes what is owed."""
+
+    def __init__(self) -> None:
+        self.owed: list[bool] = []
+
+    def post(self, chunks: Sequence[Buffer], *, owed: bool = False) -> None:
+        self.owed.append(owed)
+
+
+@pytest.mark.parametrize("message", [*ANSWERS, *OTHERS], ids=lambda message: type(message).__name__)
+def test_g17_what_answers_a_peer_is_owed(message: m.Message) -> None:
+    carrier: Any = Carrier()
+    link = Link(
+        carrier, identity(), b"", address="", dialled_address=None, is_self=False, reads_by=(), peer_reads_by=(),
+        context=None, since=0.0,
+    )  # fmt: skip
+    link.post(message)
+    assert carrier.owed == [message in ANSWERS]
+
+
+def gone(outbox: Outbox, nbytes: int) -> None:
+    outbox.send(lambda _: nbytes, b"")
+    outbox.forget_sent()
+
+
+def test_g17_answers_are_owed_until_they_are_sent() -> None:
+    outbox = Outbox(lambda: 0)
+    outbox.put([bytes(2 * limits.OWED_NBYTES)])
+    assert not outbox.owes
+    outbox.put([bytes(limits.OWED_NBYTES), b"x"], owed=True)
+    assert outbox.owes
+    gone(outbox, 2 * limits.OWED_NBYTES)
+    assert outbox.owes
+    gone(outbox, 1)
+    assert not outbox.owes
+
+
+def test_g17_room_on_one_link_and_on_all() -> None:
+    elsewhere = limits.OUTBOXES_NBYTES
+    outbox = Outbox(lambda: elsewhere)
+    assert outbox.has_room(limits.OUTBOX_SURE_NBYTES) and not outbox.has_room(limits.OUTBOX_SURE_NBYTES + 1)
+    elsewhere = 0
+    assert outbox.has_room(limits.OUTBOX_NBYTES) and not outbox.has_room(limits.OUTBOX_NBYTES + 1)
+    outbox.put([bytes(limits.OUTBOX_SURE_NBYTES)])
+    assert not outbox.has_room(limits.OUTBOX_NBYTES)
+    outbox.clear()
+    assert not outbox and outbox.has_room(limits.OUTBOX_NBYTES)

@@ -7,9 +7,9 @@ import struct
 import numpy as np
 import pytest
 
-from llm_datadist._wire import framing
+from llm_datadist._core import limits
 from llm_datadist._wire.framing import Decoder, OversizeError, ProtocolError, encode
-from llm_datadist._wire.messages import Announce, Bye, Ping
+from llm_datadist._wire.messages import Finish, Heartbeat, Ping
 
 
 def raw(
@@ -52,7 +52,7 @@ def test_the_bytes_after_a_frame_are_not_looked_at() -> None:
     [
         struct.pack("<I", 0),
         struct.pack("<I", 7),
-        struct.pack("<I", framing.HANDSHAKE_FRAME_LIMIT + 1),
+        struct.pack("<I", limits.HANDSHAKE_FRAME_NBYTES + 1),
         struct.pack("<I", 2**32 - 1),
         struct.pack("<III", 100, 1, 2**32 - 1),
         struct.pack("<III", 100, 2**32 - 1, 0),
@@ -78,37 +78,37 @@ def test_z3_what_does_not_add_up_is_a_protocol_error(data: bytes) -> None:
 
 
 def test_z3_a_claimed_length_costs_no_memory() -> None:
-    decoder = Decoder(framing.FRAME_LIMIT)
-    decoder.push(struct.pack("<III", framing.FRAME_LIMIT, 10, 0))
+    decoder = Decoder(limits.FRAME_NBYTES)
+    decoder.push(struct.pack("<III", limits.FRAME_NBYTES, 10, 0))
     assert decoder.take() is None
     assert len(decoder.leftover()) == 12
 
 
 def test_more_attachments_than_allowed_are_refused_early() -> None:
-    decoder = Decoder(framing.FRAME_LIMIT)
+    decoder = Decoder(limits.FRAME_NBYTES)
     with pytest.raises(ProtocolError, match="attachments"):
-        decoder.feed(struct.pack("<III", 1 << 20, 10, framing.ATTACHMENT_LIMIT + 1))
+        decoder.feed(struct.pack("<III", 1 << 20, 10, limits.ATTACHMENTS + 1))
 
 
 def test_the_limit_holds_until_it_is_raised() -> None:
-    data = b"".join(encode(Ping(id=1), [bytes(framing.HANDSHAKE_FRAME_LIMIT)]))
+    data = b"".join(encode(Ping(id=1), [bytes(limits.HANDSHAKE_FRAME_NBYTES)]))
     with pytest.raises(ProtocolError, match="are allowed"):
         Decoder().feed(data)
-    (frame,) = Decoder(framing.FRAME_LIMIT).feed(data)
-    assert len(frame.attachments[0]) == framing.HANDSHAKE_FRAME_LIMIT
+    (frame,) = Decoder(limits.FRAME_NBYTES).feed(data)
+    assert len(frame.attachments[0]) == limits.HANDSHAKE_FRAME_NBYTES
 
 
 @pytest.mark.parametrize(
     ("message", "attachments"),
     [
-        (Bye(text="x" * framing.MESSAGE_LIMIT), []),
-        (Ping(id=1), [bytes(framing.FRAME_LIMIT)]),
-        (Announce(entries=()), [b""] * (framing.ATTACHMENT_LIMIT + 1)),
+        (Finish(id=1, notify=("", bytes(limits.MESSAGE_NBYTES))), []),
+        (Ping(id=1), [bytes(limits.FRAME_NBYTES)]),
+        (Heartbeat(), [b""] * (limits.ATTACHMENTS + 1)),
     ],
     ids=["message", "frame", "count"],
 )
 def test_our_own_oversize_is_told_to_the_caller(
-    message: Bye | Ping | Announce, attachments: list[bytes]
+    message: Finish | Heartbeat | Ping, attachments: list[bytes]
 ) -> None:
     with pytest.raises(OversizeError, match="in parts"):
         encode(message, attachments)

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from llm_datadist._core import limits
 from llm_datadist._wire import messages as m
 from llm_datadist._wire import session as s
-from llm_datadist._wire.framing import HANDSHAKE_FRAME_LIMIT, Decoder, encode
+from llm_datadist._wire.framing import Decoder, encode
 from llm_datadist._wire.session import Session, State
 
 A = m.Identity(
@@ -35,6 +36,8 @@ def sample(kind: type[msgspec.Struct]) -> Any:
 
 
 def value_of(hint: Any) -> object:
+    if typing.get_origin(hint) is typing.Annotated:
+        hint = typing.get_args(hint)[0]
     if hint in PLAIN:
         return PLAIN[hint]
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
@@ -209,7 +212,9 @@ def test_g16_a_challenge_of_another_size_is_a_protocol_error(challenge: bytes) -
 
 
 def test_large_frames_only_once_it_is_up() -> None:
-    large = b"".join(bytes(c) for c in encode(m.Unlink(id=1, time_left_ms=1), [bytes(HANDSHAKE_FRAME_LIMIT)]))
+    large = b"".join(
+        bytes(c) for c in encode(m.Unlink(id=1, time_left_ms=1), [bytes(limits.HANDSHAKE_FRAME_NBYTES)])
+    )
     (event,) = acceptor().receive(large, 0.0)
     assert isinstance(event, s.Closed) and event.error
     (event,) = up_acceptor().receive(large, 0.0)

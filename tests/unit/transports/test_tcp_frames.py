@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llm_datadist._core import limits
 from llm_datadist.transports.tcp_frames import (
     CHUNK_NBYTES,
     HEADER_NBYTES,
-    SELECTOR_NBYTES,
     TEXT_NBYTES,
     End,
     EndKind,
@@ -50,7 +50,7 @@ def test_requests_come_out_as_they_went_in_whatever_the_pieces(
         bytes(32),
         struct.pack("<4sIQQI4x", b"LDr1", 1, 5, 4, 0),
         struct.pack("<4sIQQI4x", b"LDr1", 1, 0, 2**63, 0),
-        struct.pack("<4sIQQI4x", b"LDr1", 1, 0, 4, SELECTOR_NBYTES + 1),
+        struct.pack("<4sIQQI4x", b"LDr1", 1, 0, 4, limits.SELECTOR_NBYTES + 1),
         struct.pack("<4sIQQI4x", b"LDr1", 1, 0, 4, 2**32 - 1),
     ],
 )
@@ -64,7 +64,7 @@ def test_what_is_not_a_request_is_refused_at_its_header(raw: bytes) -> None:
 def test_a_selector_takes_memory_only_as_it_arrives() -> None:
     parser = RequestParser()
     tracemalloc.start()
-    parser.feed(struct.pack("<4sIQQI4x", b"LDr1", 1, 0, 4, SELECTOR_NBYTES))
+    parser.feed(struct.pack("<4sIQQI4x", b"LDr1", 1, 0, 4, limits.SELECTOR_NBYTES))
     assert parser.next() is None
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
