@@ -1,0 +1,130 @@
+"""Row G17 on control connections: what is owed to a peer, what waits for it, and what it may say."""
+
+from __future__ import annotations
+
+import selectors
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from llm_datadist._core import limits
+from llm_datadist._link.connection import Connection
+from llm_datadist._wire.messages import Done, Finish, Ping, Pong, Unlink
+from llm_datadist.status import LLMStatusCode
+from tests.support.attacks import frame
+from tests.support.links import Engine
+from tests.support.raw_links import RawPeer
+from tests.support.world import wait_until
+
+OK = LLMStatusCode.LLM_SUCCESS
+MIB = 1 << 20
+
+
+def connection(engine: Engine) -> Connection:
+    (conn,) = engine.service._driver._conns.values()
+    return conn
+
+
+@pytest.mark.rule("S.24")
+def test_g17_a_link_whose_answers_are_not_read_is_not_read_from() -> None:
+    question = frame(Unlink(id=7, time_left_ms=1), bytes(16 << 10))  # and as long an answer
+    with Engine(1, heartbeat_ms=60_000) as engine, RawPeer(engine.address) as peer:
+        peer.link(1)
+        conn = connection(engine)
+        asking = threading.Thread(target=lambda: peer.sock.sendall(question * 4096), daemon=True)
+        peer.sock.settimeout(30)
+        asking.start()
+        assert wait_until(lambda: conn.outbox.owes and conn._interest == selectors.EVENT_WRITE, 20)
+        assert conn.outbox.nbytes < limits.OWED_NBYTES + limits.TURN_NBYTES
+        taken = conn.session.frames_in
+        assert taken < 4096, "the rest waits in its socket"
+        for _ in range(4096):  # it reads at last: each question is answered
+            assert isinstance(peer.hear(), Done)
+        asking.join(5)
+
+
+def test_g17_what_we_say_of_ourselves_stops_no_reading() -> None:
+    """A large table waits for a peer that is slow; its questions are heard meanwhile."""
+    with Engine(1) as engine, RawPeer(engine.address) as peer:
+        peer.link(1)
+        assert engine.notes.wait_for(lambda: bool(engine.notes.ups))
+        link = engine.notes.ups[0]
+        for _ in range(20):
+            link.post(Finish(id=1), [bytes(MIB)])
+        link.flush()
+        assert connection(engine).outbox.nbytes > 8 * MIB
+        peer.say(Unlink(id=3, time_left_ms=1))
+        assert engine.notes.wait_for(lambda: bool(engine.notes.frames))
+
+
+def test_g17_two_that_tell_each_other_large_tables_both_arrive() -> None:
+    with Engine(1) as a, Engine(2) as b:
+        for engine in (a, b):
+            engine.notes.first_words = lambda link: [link.post(Finish(id=n), [bytes(MIB)]) for n in range(24)]
+        assert a.service.dial([b.target], 5) == [OK]
+        for engine in (a, b):
+            assert engine.notes.wait_for(lambda engine=engine: len(engine.notes.frames) == 24, 10)
+
+
+def test_g17_all_links_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "OUTBOXES_NBYTES", 24 * MIB)
+    with Engine(1) as engine, RawPeer(engine.address) as first, RawPeer(engine.address) as second:
+        first.link(1, 8)
+        second.link(1, 9)
+        assert engine.notes.wait_for(lambda: len(engine.notes.ups) == 2)
+        for link in engine.notes.ups:
+            for _ in range(16):
+                link.send(Finish(id=1), [bytes(MIB)])
+        assert engine.notes.wait_for(lambda: bool(engine.notes.downs))
+        ((link, reason),) = engine.notes.downs
+        assert link is engine.notes.ups[1] and "does not read" in reason
+
+
+def test_g18_a_flood_has_its_share_and_others_their_turns() -> None:
+    """Between two messages of one that floods, another peer's question is answered."""
+    with Engine(1) as engine, RawPeer(engine.address) as flood, RawPeer(engine.address) as peer:
+        flood.link(1, 8)
+        peer.link(1, 9)
+        pings = frame(Ping(id=7)) * 20_000
+        flood.sock.setblocking(False)
+        began, worst = time.monotonic(), []
+        while time.monotonic() < began + 0.5:
+            for attempt in (lambda: flood.sock.send(pings), lambda: flood.sock.recv(MIB)):
+                try:
+                    attempt()
+                except BlockingIOError:
+                    continue
+            asked = time.monotonic()
+            peer.say(Ping(id=1))
+            assert isinstance(peer.hear(), Pong)
+            worst.append(time.monotonic() - asked)
+        assert sorted(worst)[len(worst) // 2] < 0.01
+        busy = [conn for conn in engine.service._driver._conns.values() if conn.session.frames_in > 5000]
+        assert len(busy) == 1, "and the flood was served all the while"
+
+
+def test_g17_a_long_text_is_cut_by_its_sender() -> None:
+    with Engine(1) as a, Engine(2) as b:
+        assert a.service.dial([b.target], 5) == [OK]
+        link = a.service.get(2)
+        assert link is not None
+        link.send(Done(id=99, code=0, text="é" * 20_000))
+        assert b.notes.wait_for(lambda: bool(b.notes.frames))
+        answer: Any = b.notes.frames[0][1].message
+        assert answer.text == "é" * limits.TEXT_CHARS
+
+
+@pytest.mark.rule("S.5")
+def test_g17_of_too_many_handshakes_the_oldest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HANDSHAKES", 3)
+    with Engine(1) as engine:
+        linked = RawPeer(engine.address)
+        linked.link(1)
+        idle = [RawPeer(engine.address) for _ in range(4)]
+        assert idle[0].hear() is None, "the oldest"
+        idle[1].link(1, 8)
+        assert len(engine.service.links()) == 2
+        for peer in (linked, *idle):
+            peer.sock.close()
