@@ -24,14 +24,22 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
     """A daemon thread that runs ``target``.
 
     Raises:
-        OutOfMemoryError: The system gives none; the text has the limits.
+        OutOfMemoryError: The system gives none; see ``no_thread``.
     """
     thread = threading.Thread(target=target, name=name, daemon=True)
     try:
         thread.start()
     except (RuntimeError, MemoryError) as error:
-        raise OutOfMemoryError(f"thread {name} cannot be started: {error}; {thread_limits()}") from error
+        raise no_thread(name) from error
     return thread
+
+
+def no_thread(what: str) -> OutOfMemoryError:
+    """The system refuses a thread for ``what``; the text has the limits."""
+    return OutOfMemoryError(
+        f"no thread can be started for {what}: a limit of threads or processes is reached: {thread_limits()}, then "
+        "call again"
+    )
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -185,7 +185,7 @@ def test_tcp_connections_limits_the_data_connections_of_a_link(spawn: Spawner) -
 def _movers(w: World) -> int:
     import threading
 
-    return sum(t.name == "llm_datadist-mover" for t in threading.enumerate())
+    return sum(t.name == "llm-datadist-mover" for t in threading.enumerate())
 
 
 @pytest.mark.rule("3.66")

@@ -33,7 +33,7 @@ def test_g3_a_thread_that_cannot_be_started_says_what_is_short(
         start_thread(lambda: None, "llm-test")
     assert told.value.__cause__ is error
     for part in (
-        "thread llm-test",
+        "for llm-test",
         "RLIMIT_NPROC (ulimit -u",
         "pids.max",
         "threads of Python",

@@ -72,6 +72,18 @@ LEASES_OF_A_READ = _limit(
     "LEASES_OF_A_READ", "field", 64, "layers that are read together; more bring nothing"
 )
 
+ANSWER_TEXT_NBYTES = _limit(
+    "ANSWER_TEXT_NBYTES", "field", 1024, "of an answer over tcp or shm; the sender cuts a longer one"
+)
+AREAS = _limit("AREAS", "field", 16, "of memory that an owner shares over shm: its words and its pools")
+NIXL_TENSORS = _limit("NIXL_TENSORS", "field", 1 << 20, "of one cache; NIXL must know each")
+NIXL_METADATA_NBYTES = _limit(
+    "NIXL_METADATA_NBYTES",
+    "field",
+    64 << 20,
+    "NIXL has 40 bytes for a range over TCP, some hundreds with several network cards",
+)
+
 # ---- turns ---------------------------------------------------------------------------------------------------
 
 TURN_MESSAGES = _limit(
@@ -83,7 +95,21 @@ TURN_CONNECTIONS = _limit(
     8,
     "of one link that are served over tcp, then those of others: as a reader opens",
 )
-TURN_NBYTES = _limit("TURN_NBYTES", "turn", 1 << 20, "received from one link, then the next one has its turn")
+TURN_NBYTES = _limit(
+    "TURN_NBYTES",
+    "turn",
+    1 << 20,
+    "received from one link, or served to it over tcp; then the next one has its turn",
+)
+TURN_OUT_NBYTES = _limit(
+    "TURN_OUT_NBYTES", "turn", 4 << 20, "sent on one link, then the next one has its turn"
+)
+LAST_READS = _limit(
+    "LAST_READS",
+    "connection",
+    64,
+    "before it is closed, so that a peer can read why; who floods us may miss that",
+)
 FREE_S = _limit(
     "FREE_S",
     "link",
@@ -181,6 +207,17 @@ NIXL_SOURCES_NBYTES = _limit(
     "link",
     64 << 20,
     "what NIXL must know of its caches; what is left out is told again",
+)
+NIXL_SOURCES = _limit(
+    "NIXL_SOURCES", "link", 1024, "of its caches that we read; we are told of one before each read"
+)
+NIXL_TOKENS = _limit("NIXL_TOKENS", "link", 4096, "that its agent remembers; then a new session is cheaper")
+KNOWN_UNITS = _limit("KNOWN_UNITS", "connection", 64, "selectors that a reader may repeat by their number")
+PROOFS = _limit(
+    "PROOFS", "engine", 1 << 14, "shown at the same time; a slot that was never used takes no memory"
+)
+BACKLOG = _limit(
+    "BACKLOG", "listener", 512, "peers that dial while this process is held up; the system may cap it"
 )
 LEASE_S = _limit("LEASE_S", "link", 24 * 3600.0, "for which a peer may hold a lease; nobody waits longer")
 READERS = _limit("READERS", "engine", 4096, "that were given shared memory; each costs a descriptor")

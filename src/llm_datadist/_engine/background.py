@@ -14,16 +14,16 @@ from typing import Protocol, TypeVar
 
 from llm_datadist._core.registry import Record
 from llm_datadist._engine.errands import Call
-from llm_datadist._engine.flights import Flight
+from llm_datadist._engine.flights import LAST_BYTES_S, Flight
 from llm_datadist._engine.state import State
 from llm_datadist._link.link import Link
 from llm_datadist._logs import get_logger
+from llm_datadist._waiting import Latch
 from llm_datadist.status import LLMException, LLMStatusCode
 from llm_datadist.tasks import CacheTask, TaskBook
 
 _LOG = get_logger("llm_datadist.engine")
 _PER_LINK = 64  # a thread each: more only share the same link
-_LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
 
 
 R = TypeVar("R", contravariant=True)
@@ -132,7 +132,7 @@ class _Job:
         self._lock = threading.Lock()
         self._begun = False  # or dropped
         self._error: BaseException | None = None  # the outcome, once it has ended
-        self._ended = threading.Event()
+        self._ended = Latch()
 
     def run(self) -> None:
         """The worker's part."""
@@ -142,7 +142,7 @@ class _Job:
             self._error = self._outcome()
         self._background.leave(self._flight.link)
         if taken:
-            self._ended.set()
+            self._ended.open()
             self._answer()
 
     def refuse(self, error: LLMException) -> None:
@@ -151,7 +151,7 @@ class _Job:
             self._state.flights.end(self._flight)
             self._error = error
             self._background.leave(self._flight.link)
-            self._ended.set()
+            self._ended.open()
             self._answer()
 
     def drop(self) -> None:
@@ -160,7 +160,7 @@ class _Job:
             return
         self._state.flights.end(self._flight)
         self._error = self._flight.error
-        self._ended.set()
+        self._ended.open()
         self._answer()
 
     def _take(self) -> bool:
@@ -187,7 +187,7 @@ class _Job:
     def _cancel(self) -> None:
         self._flight.cut(LLMException("cancelled by the caller", status_code=LLMStatusCode.LLM_FAILED))
         here = self._flight.link.on_control_thread()  # which must not block
-        if self._ended.wait(0 if here else _LAST_BYTES_S):
+        if self._ended.wait(0 if here else LAST_BYTES_S):
             self._answer()  # what has come of it, which may be success
 
 

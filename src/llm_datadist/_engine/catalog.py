@@ -13,6 +13,7 @@ from llm_datadist._core.layout import Layout
 from llm_datadist._core.registry import KeyName, Record, key_of
 from llm_datadist._core.segments import U64
 from llm_datadist._engine.errands import Call
+from llm_datadist._engine.flights import LAST_BYTES_S
 from llm_datadist._engine.mapped import check_mapped, checked_addresses, checked_ranges
 from llm_datadist._engine.settling import settle
 from llm_datadist._engine.state import State, describe, peer_of
@@ -26,7 +27,6 @@ from llm_datadist.keys import BlocksCacheKey, CacheKey
 from llm_datadist.status import CacheNotExistError, ParamInvalidError
 
 _LOG = get_logger("llm_datadist.cache")
-_LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
 _LOST_S = 1.0  # for a peer to notice the end of its link, and to give up what it was reading
 _SETTLE_S = 2.0  # for a peer to end a read that is cut off: it may have to give up a connection for that
 _LONGEST_WAIT_S = 60.0  # of one wait; the end of what is waited for wakes earlier
@@ -167,7 +167,7 @@ class Catalog:
         if self._wait_unused(cache_id, deadline, gone) or self._cut_off(cache_id):
             self._free(cache_id)
             return
-        _LOG.warning("cache %d is still in use %g s after it was cut off", cache_id, _LAST_BYTES_S)
+        _LOG.warning("cache %d is still in use %g s after it was cut off", cache_id, LAST_BYTES_S)
         state.workers.submit(("free", cache_id), lambda: self.free_when_unused(cache_id))
 
     def take_out(self, cache_id: int) -> list[Link] | None:
@@ -230,7 +230,7 @@ class Catalog:
         with state.lock:
             for lease in state.leases.of_cache(cache_id):
                 state.leases.end(lease)
-        return self._wait_unused(cache_id, time.monotonic() + _LAST_BYTES_S, _never)
+        return self._wait_unused(cache_id, time.monotonic() + LAST_BYTES_S, _never)
 
     def _wait_unused(self, cache_id: int, deadline: float, gone: Callable[[], bool]) -> bool:
         state = self._state

@@ -16,6 +16,7 @@ from llm_datadist._core.rank_table import Comm, RankEntry, read_comm
 from llm_datadist._engine.errands import Call
 from llm_datadist._engine.linking import Linking
 from llm_datadist._engine.state import State
+from llm_datadist._link.dials import LINKED
 from llm_datadist._link.listeners import Held
 from llm_datadist._link.loop import TimerHandle
 from llm_datadist._link.seam import Address, Target
@@ -37,7 +38,6 @@ FIRST_PAUSE_S = 0.1  # between rounds, doubled: the peer has not been started ye
 LONGEST_PAUSE_S = 0.5
 
 _LOG = get_logger("llm_datadist.link")
-_LINKED = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
 _OVER = LLMStatusCode.LLM_ENGINE_FINALIZED
 _HOPELESS = LLMStatusCode.LLM_PARAM_INVALID  # the sides differ in mode: no later try can end otherwise
 
@@ -324,7 +324,7 @@ class _Tries:
         self._give_up = None
         if self._stopped or code == _OVER:
             return
-        if code in _LINKED:
+        if code in LINKED:
             self.linked = True
             self._on_linked()
         elif code == _HOPELESS:

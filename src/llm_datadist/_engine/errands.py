@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 from llm_datadist._logs import get_logger
-from llm_datadist._shortages import thread_limits
+from llm_datadist._shortages import no_thread, start_thread
 from llm_datadist._waiting import Latch
 from llm_datadist.status import EngineFinalizedError, LLMException, LLMStatusCode, OutOfMemoryError
 
@@ -34,7 +34,7 @@ P = ParamSpec("P")
 
 _LOG = get_logger("llm_datadist.engine")
 _WAITING = (
-    3  # threads: while one or two see whether their callers got what they did, another takes the next errand
+    3  # threads: while one or two see whether their callers got the result, another takes the next errand
 )
 _FIRST_LOOK_S = 0.00005  # what a caller takes to wake and take its result; doubled with each look
 _LONGEST_LOOK_S = 0.02
@@ -55,14 +55,6 @@ class Call(Protocol):
 
     def on_drop(self, undo: Callable[[], object]) -> None:
         """See ``Errand.on_drop``."""
-
-
-def no_thread(what: str) -> OutOfMemoryError:
-    """The system refuses a thread."""
-    return OutOfMemoryError(
-        f"no thread can be started for {what}: a limit of threads or processes is reached: {thread_limits()}, then "
-        "call again"
-    )
 
 
 def interrupted() -> LLMException:
@@ -254,27 +246,22 @@ class Desk:
         return self._is_open and not self._is_full
 
     def _start(self, errand: Errand[Any]) -> None:
-        thread = self._new_thread(errand)
-
         def start() -> None:
             errand.threads.append(threading.get_native_id())
             try:
-                thread.start()
-            except RuntimeError:
+                start_thread(lambda: self._serve_one(errand), self._name)
+            except OutOfMemoryError:
                 if errand.or_here:  # this thread is as good, but for its name
                     errand.do(is_alone=True)
                 else:
                     errand.refuse(no_thread(errand.name))
 
         try:
-            start_new_thread(start, ())  # ``Thread.start`` waits on an Event, which a caller must not
+            start_new_thread(start, ())  # ``start_thread`` waits on an Event, which a caller must not
         except RuntimeError as exc:
             if not errand.or_here:
                 raise no_thread(errand.name) from exc
             errand.do(is_alone=True)
-
-    def _new_thread(self, errand: Errand[Any] | None) -> threading.Thread:
-        return threading.Thread(target=self._serve, args=(errand,), name=self._name, daemon=True)
 
     # ---- not for a caller's thread ---------------------------------------------------------------------------
 
@@ -301,26 +288,20 @@ class Desk:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _add_thread(self) -> bool:
-        thread = self._new_thread(None)
-        with self._lock:
-            self._threads.append(thread)
-        try:
-            thread.start()
-        except RuntimeError:
-            with self._lock:
-                self._threads.remove(thread)
-            return False
-        return True
+        with self._lock, suppress(OutOfMemoryError):
+            self._threads.append(start_thread(self._serve, self._name))
+            return True
+        return False
 
-    def _serve(self, errand: Errand[Any] | None) -> None:
-        if errand is not None:
-            errand.threads.append(threading.get_native_id())
-            errand.do(is_alone=not self._is_open)
-            return
+    def _serve_one(self, errand: Errand[Any]) -> None:
+        errand.threads.append(threading.get_native_id())
+        errand.do(is_alone=not self._is_open)
+
+    def _serve(self) -> None:
         while (errand := self._next()) is not None:
             errand.do()
             errand = None  # one that waits must not keep what it was about
-        with self._lock, suppress(ValueError):
+        with self._lock:
             self._threads.remove(threading.current_thread())
 
     def _next(self) -> Errand[Any] | None:

@@ -19,6 +19,8 @@ from llm_datadist._waiting import Changes
 from llm_datadist.status import LLMException
 
 T = TypeVar("T")
+LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
+
 _CUTTING = threading.Lock()  # so that the first of two cuts decides
 
 

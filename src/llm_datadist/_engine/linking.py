@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from llm_datadist._engine.errands import Call
+from llm_datadist._engine.flights import LAST_BYTES_S
 from llm_datadist._engine.state import Peer, State, describe, peer_of, tell
+from llm_datadist._link.dials import LINKED
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._link.seam import Address, Target
 from llm_datadist._logs import get_logger
@@ -32,7 +34,6 @@ from llm_datadist.status import (
 )
 
 _LOG = get_logger("llm_datadist.link")
-_LINKED = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
 # Answers to Unlink with which the link stays -> what our caller gets.
 _STAYS = {
     LLMStatusCode.LLM_LINK_BUSY: LLMStatusCode.LLM_LINK_BUSY,
@@ -40,7 +41,6 @@ _STAYS = {
 }
 _PEERS_SHARE = 0.9  # of the time of an unlink that the peer may wait for its transfers
 _ANSWER_S = 0.25  # for its answer to arrive, at least; a busy machine is not a dead peer
-_LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
 
 
 class Linking:
@@ -57,7 +57,7 @@ class Linking:
         codes = self._state.links.dial(wanted, timeout_ms / 1000, call.on_cut)
         for target, code in zip(wanted, codes, strict=True):
             link = self._state.links.get(target.cluster_id)
-            if code in _LINKED and link is not None:
+            if code in LINKED and link is not None:
                 peer_of(link).by_clusters = True
         return codes
 
@@ -185,7 +185,7 @@ class Linking:
         state.links.drop(link, reason, tell=tell)
         with state.lock:  # what was cut off writes nothing more when this returns
             state.condition.wait_for(
-                lambda: not state.flights.where(lambda f: f.uses(link) and not f.serving), _LAST_BYTES_S
+                lambda: not state.flights.where(lambda f: f.uses(link) and not f.serving), LAST_BYTES_S
             )
 
     def _close_when_idle(self, link: Link, deadline: float, gone: Callable[[], bool] = lambda: False) -> bool:

@@ -38,19 +38,21 @@ class Decision:
         Raises:
             LinkLost: Decided ``ok``, but this side has left the link, perhaps before the peer could hear of it.
         """
-        decided = self._first.setdefault("ok", ok)
-        if not self._told:
-            tell(self._link, self._message(decided))
-            self._told = True
+        decided = self._decide(ok)
         if decided and self._link.left:  # looked at last: what was posted before went before the goodbye
             raise LinkLost(f"the link to cluster {self._link.cluster_id} was dropped by this side")
         return decided
 
     def settle(self) -> None:
         """A call that has ended without a decision has failed."""
+        self._decide(False)
+
+    def _decide(self, ok: bool) -> bool:
+        decided = self._first.setdefault("ok", ok)
         if not self._told:
-            tell(self._link, self._message(self._first.setdefault("ok", False)))
+            tell(self._link, self._message(decided))
             self._told = True
+        return decided
 
 
 class LeaseHold:

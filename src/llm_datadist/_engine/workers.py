@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable
 
 from llm_datadist._core import limits
-from llm_datadist._engine.errands import no_thread
 from llm_datadist._logs import get_logger
-from llm_datadist.status import LLMException
+from llm_datadist._shortages import no_thread, start_thread
+from llm_datadist.status import LLMException, OutOfMemoryError
 
 _LOG = get_logger("llm_datadist.engine")
 _IDLE_S = 2.0  # a thread without work for so long ends
@@ -73,21 +73,15 @@ class Workers:
         """Sees to it that every job that is ready has a thread. The caller holds the lock."""
         self._condition.notify(len(self._ready))
         while self._idle + self._starting < len(self._ready):
-            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._threads.add(thread)
-            self._starting += 1
             try:
-                thread.start()
-            except RuntimeError:
-                self._starting -= 1
-                self._threads.discard(thread)
+                self._threads.add(start_thread(self._work, self._name))
+            except OutOfMemoryError as error:
                 if not self._is_late:
                     self._is_late = True
-                    _LOG.warning(
-                        "no thread can be started for a background job; it waits: %s", no_thread("it")
-                    )
+                    _LOG.warning("a background job waits: %s", error)
                     self._later(_AGAIN_S, self._try_again)
                 return False
+            self._starting += 1
         return True
 
     def _try_again(self) -> None:

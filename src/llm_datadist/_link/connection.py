@@ -28,10 +28,8 @@ from llm_datadist._wire.framing import Buffer, ProtocolError
 from llm_datadist._wire.proofs import Ends, end_of
 from llm_datadist._wire.session import Closed, ConfirmIn, Event, HelloIn, Session, State, WelcomeIn
 
-WRITE_TURN_NBYTES = 4 << 20  # at one go, so that one link cannot hold up the others
 RECV_NBYTES = 64 << 10
 MESSAGES_AT_ONCE = 4  # between two looks at the clock
-DRAIN_CALLS = 64  # reads before the last words; a peer that floods us may miss them
 
 _ASKS_US = (HelloIn, WelcomeIn, ConfirmIn)  # events that need a decision of ours
 
@@ -170,7 +168,7 @@ class Connection:
 
     def _write(self) -> bool:
         """Under the lock: True when nothing is left."""
-        budget = WRITE_TURN_NBYTES
+        budget = limits.TURN_OUT_NBYTES
         self.outbox.forget_sent()  # by who was interrupted then
         while self.outbox and budget > 0:
             try:
@@ -367,7 +365,7 @@ class Connection:
             return
         self._corked = False
         with contextlib.suppress(OSError):
-            for _ in range(DRAIN_CALLS):  # closing with unread bytes would send a reset instead
+            for _ in range(limits.LAST_READS):  # closing with unread bytes would send a reset instead
                 if not self._sock.recv(RECV_NBYTES):
                     break
         self.post(out)

@@ -19,7 +19,7 @@ from llm_datadist._wire.proofs import Ends
 from llm_datadist.status import LLMStatusCode
 
 _log = get_logger("llm_datadist.link")
-_LINKED = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
+LINKED = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
 _UNHEARD = "no answer"
 
 
@@ -171,9 +171,9 @@ class Dials:
                 timer.cancel()
         cluster_id = dial.target.cluster_id
         link = self._link_of(cluster_id)
-        if code in _LINKED and link is None:
+        if code in LINKED and link is None:
             code, text = LLMStatusCode.LLM_LINK_FAILED, "the link went down again at once"
-        if link is not None and code in _LINKED:
+        if link is not None and code in LINKED:
             link.dialled = True
             self.errors.pop(cluster_id, None)
         elif not (dial.quiet and dial.given_up):

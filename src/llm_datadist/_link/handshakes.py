@@ -68,10 +68,6 @@ class Handshakes:
         self._loop = loop
         self._all: dict[int, Handshake] = {}
 
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self._all)
-
     def new_challenge(self) -> bytes:
         """For one connection."""
         return self._random_token()
@@ -114,10 +110,6 @@ class Handshakes:
         shake = self._all[conn.number]
         self._hide(shake)
         shake.peer_reads_by = established.reads_by
-
-    def reads_by(self, conn: Connection) -> tuple[str, ...]:
-        """What the engine has chosen."""
-        return _reads_by(self._all[conn.number])
 
     def take(self, conn: Connection) -> Handshake:
         """The link comes up: what was prepared is its now."""

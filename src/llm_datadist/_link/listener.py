@@ -18,8 +18,6 @@ from llm_datadist._wire.framing import Decoder, ProtocolError, encode
 from llm_datadist._wire.messages import DataHello, Hello, Refused
 from llm_datadist.status import LLMException, LLMStatusCode
 
-BACKLOG = 512  # peers that dial while this process is held up; the system may cap it
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -74,7 +72,7 @@ def _listen(family: int, sockaddr: SockAddr) -> socket.socket:
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         sock.bind(sockaddr)
-        sock.listen(BACKLOG)
+        sock.listen(limits.BACKLOG)
         sock.setblocking(False)
     except OSError:
         sock.close()

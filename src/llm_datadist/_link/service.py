@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from llm_datadist._link.listeners import Held, Listeners
 from llm_datadist._link.loop import ControlLoop, TimerHandle
 from llm_datadist._link.seam import Address, LinkHandler, SocketCalls, Target
 from llm_datadist._shortages import failure_of, named
+from llm_datadist._waiting import Latch
 from llm_datadist._wire.messages import Identity, Ping
 from llm_datadist.status import EngineFinalizedError, LLMException, LLMStatusCode
 
@@ -287,13 +287,13 @@ class LinkService:
             return True
         if not self._loop.started:
             return False
-        ended = threading.Event()
+        ended = Latch()
 
         def run() -> None:
             try:
                 fn()
             finally:
-                ended.set()
+                ended.open()
 
         if not self._loop.call_soon(run):
             return False
@@ -353,16 +353,16 @@ class _Results:
     def __init__(self, count: int) -> None:
         self._codes: list[LLMStatusCode | None] = [None] * count
         self._missing = count
-        self._complete = threading.Event()
+        self._complete = Latch()
         if not count:
-            self._complete.set()
+            self._complete.open()
 
     def setter(self, index: int) -> Callable[[LLMStatusCode], None]:
         def set_code(code: LLMStatusCode) -> None:
             self._codes[index] = code
             self._missing -= 1
             if not self._missing:
-                self._complete.set()
+                self._complete.open()
 
         return set_code
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import msgspec
 
-CHALLENGE_NBYTES = (16, 64)  # long enough not to be guessed, bounded
+from llm_datadist._core import limits
+
+CHALLENGE_NBYTES = (16, limits.SECRET_NBYTES)  # long enough not to be guessed, bounded
 PROOF_NBYTES = 32
 
 

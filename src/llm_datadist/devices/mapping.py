@@ -15,6 +15,8 @@ READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 FIXED = 0x10
 NO_RESERVE = 0x4000
+WIPE_ON_FORK = 18  # MADV_WIPEONFORK, Linux 4.14
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 _FAILED = ctypes.c_void_p(-1).value
 _LIBC = ctypes.CDLL(None, use_errno=True)

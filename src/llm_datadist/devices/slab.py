@@ -20,13 +20,20 @@ import threading
 import weakref
 
 from llm_datadist._shortages import is_shortage
-from llm_datadist.devices.mapping import NO_RESERVE, PRIVATE, READ_WRITE, advise, map_memory, unmap
+from llm_datadist.devices.mapping import (
+    NO_RESERVE,
+    PRIVATE,
+    READ_WRITE,
+    WIPE_ON_FORK,
+    advise,
+    map_memory,
+    unmap,
+)
 from llm_datadist.devices.shared_memory import NotSharable, SharedArea, create_memfd, seal
 
 # One word for each cache, key and lease of a life. It takes address space alone until words are used.
 _AREA_NBYTES = 64 << 20
 _WORD_NBYTES = 8
-_WIPE_ON_FORK = 18  # MADV_WIPEONFORK, Linux 4.14; without it the pid guard is what is left
 
 
 class Slab:
@@ -150,7 +157,7 @@ class Slab:
             self._unsealed = f"this system gives no memory that can be shared: {exc}"
             self._address = map_memory(None, _AREA_NBYTES, READ_WRITE, PRIVATE | NO_RESERVE, -1)
             with contextlib.suppress(OSError):
-                advise(self._address, _AREA_NBYTES, _WIPE_ON_FORK)
+                advise(self._address, _AREA_NBYTES, WIPE_ON_FORK)
 
     def _map_shared(self) -> None:
         self._fd = create_memfd("llm-datadist-words", _AREA_NBYTES)

@@ -24,13 +24,13 @@ import numpy as np
 
 from llm_datadist._core.segments import U64, Extents
 from llm_datadist.devices.cpu import first_unwritable_run
+from llm_datadist.devices.mapping import POPULATE_WRITE
 
 _QUERY = 0xC0686611  # PROCMAP_QUERY: _IOWR('f', 17, 104 bytes)
 _QUERY_NBYTES = 104
 _WRITABLE = 0x02
 _Words = ctypes.c_uint64 * (_QUERY_NBYTES // 8)
 _START, _END, _INODE = 3, 4, 8  # of those
-_POPULATE_WRITE = 23
 _MOST_ASKED = 4096  # tensors; of more the table is read
 _MOST_MADE_READY = 64
 _FEW_RUNS = 64  # so many are looked through faster without NumPy
@@ -150,9 +150,8 @@ class Again:
             return
         asked: list[tuple[Callable[[], int], Any, int]] = []
         for start, end in ranges:
-            words = _Words(
-                _QUERY_NBYTES, _WRITABLE, start
-            )  # the answer comes behind the question, which stays
+            # The answer comes behind the question, which stays.
+            words = _Words(_QUERY_NBYTES, _WRITABLE, start)
             ask = partial(_ioctl_again, ctypes.c_int(owner.fd), ctypes.c_ulong(_QUERY), words)
             asked.append((ask, words, end))
         self._asked = asked
@@ -209,6 +208,6 @@ def _is_cut_short(address: int) -> bool:
 
 def _errno_of(address: int) -> int:
     """Why the page of that address cannot be made ready for writing; 0: it is."""
-    if not _madvise(address - address % mmap.PAGESIZE, mmap.PAGESIZE, _POPULATE_WRITE):
+    if not _madvise(address - address % mmap.PAGESIZE, mmap.PAGESIZE, POPULATE_WRITE):
         return 0
     return ctypes.get_errno()

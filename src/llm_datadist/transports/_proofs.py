@@ -13,13 +13,10 @@ import threading
 
 import numpy as np
 
+from llm_datadist._core import limits
 from llm_datadist._wire.proofs import PROOF_NBYTES
+from llm_datadist.devices.mapping import WIPE_ON_FORK
 from llm_datadist.transports.seam import TransportUnavailable
-
-SLOTS = (
-    1 << 14
-)  # handshakes at the same time: more than connections, mostly; what is never used takes no memory
-_WIPE_ON_FORK = 18  # MADV_WIPEONFORK
 
 
 class ProofPage:
@@ -31,10 +28,10 @@ class ProofPage:
     """
 
     def __init__(self) -> None:
-        self.nbytes = SLOTS * PROOF_NBYTES
+        self.nbytes = limits.PROOFS * PROOF_NBYTES
         self._memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # Linux < 4.14
-            self._memory.madvise(_WIPE_ON_FORK)
+            self._memory.madvise(WIPE_ON_FORK)
         self.address = int(np.frombuffer(self._memory, dtype=np.uint8).ctypes.data)
         self._lock = threading.Lock()
         self._free: list[int] = []
@@ -67,16 +64,16 @@ class ProofPage:
     def close(self) -> None:
         """Unmaps it."""
         with self._lock:
-            self._free, self._never_used = [], SLOTS
+            self._free, self._never_used = [], limits.PROOFS
             self._slots.clear()
             self._memory.close()
 
     def _take(self) -> int:
         if self._free:
             return self._free.pop()
-        if self._never_used == SLOTS:
+        if self._never_used == limits.PROOFS:
             raise TransportUnavailable(
-                f"{SLOTS} handshakes are under way, which is the most, or this is closed"
+                f"{limits.PROOFS} handshakes are under way, which is the most, or this is closed"
             )
         self._never_used += 1
         return self._never_used - 1

@@ -24,12 +24,13 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from llm_datadist._core import limits
 from llm_datadist._core.segments import Extents, Segments
 from llm_datadist._shortages import reason_of
 from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.transports import _libc
 from llm_datadist.transports._meeting import AdoptReader, DropReader, Meeting, credentials, meet
-from llm_datadist.transports._proofs import SLOTS, ProofPage
+from llm_datadist.transports._proofs import ProofPage
 from llm_datadist.transports._rows import fit_one_call
 from llm_datadist.transports.local_read import LocalRead, LocalRows, Peer, read_word
 from llm_datadist.transports.movers import Movers
@@ -54,7 +55,7 @@ class _Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_sound(self) -> bool:
         """Whether its numbers are within their limits, and the name is that of whoever has its proofs there."""
-        numbers = 0 <= self.page < 1 << 64 and 0 <= self.slot < SLOTS
+        numbers = 0 <= self.page < 1 << 64 and 0 <= self.slot < limits.PROOFS
         sizes = len(self.salt) == _SALT_NBYTES and len(self.proof) == PROOF_NBYTES
         return numbers and sizes and self.name.startswith(_prefix(self.salt, self.page))
 

@@ -110,7 +110,7 @@ class Movers:
     def _start_threads(self) -> None:
         while len(self._threads) < self.count:
             try:
-                self._threads.append(start_thread(self._run, "llm_datadist-mover"))
+                self._threads.append(start_thread(self._run, "llm-datadist-mover"))
             except OutOfMemoryError:  # callers move everything themselves
                 return
 

@@ -29,9 +29,6 @@ from llm_datadist.transports.nixl_small import Scratch, Small
 from llm_datadist.transports.seam import Fault, FaultKind, TransportUnavailable
 
 ID_NBYTES = 16
-MAX_ROWS = 1 << 20  # tensors of one cache
-_MAX_METADATA = 1 << 26  # NIXL has 40 bytes for a range over TCP, some hundreds with several network cards
-_MAX_SOURCES = 1024  # the engine tells of a cache before each read, so those left out come back
 _ALWAYS = 1 << 62  # number of what came with the handshake
 _PROBE_S = 0.5
 _PROBE_SLEEP_S = 0.0005
@@ -136,7 +133,7 @@ class NixlChannel:
             self._last = None, ()
             nbytes = len(token) + sum(map(_metadata_nbytes, self._sources.values()))
             while self._sources and (
-                len(self._sources) >= _MAX_SOURCES or nbytes > limits.NIXL_SOURCES_NBYTES
+                len(self._sources) >= limits.NIXL_SOURCES or nbytes > limits.NIXL_SOURCES_NBYTES
             ):
                 nbytes -= _metadata_nbytes(self._sources.pop(next(iter(self._sources))))
             self._sources[name] = found if right and isinstance(found, Source) else None
@@ -371,7 +368,7 @@ def _source_of(
     name: bytes, agent: str, memory: str, rows: bytes, metadata: bytes, number: int
 ) -> Source | str:
     """A source as a peer has told of it; or what is wrong with it."""
-    if len(rows) % 16 or len(rows) > 16 * MAX_ROWS or len(metadata) > _MAX_METADATA:
+    if len(rows) % 16 or len(rows) > 16 * limits.NIXL_TENSORS or len(metadata) > limits.NIXL_METADATA_NBYTES:
         return f"{len(rows)} bytes of ranges and {len(metadata)} of metadata"
     if not knows(memory):
         return f"memory {memory!r}"

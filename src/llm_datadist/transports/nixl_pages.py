@@ -17,8 +17,8 @@ import numpy as np
 
 from llm_datadist._core.segments import U64
 from llm_datadist.devices.cpu import first_unwritable
+from llm_datadist.devices.mapping import POPULATE_WRITE
 
-_POPULATE_WRITE = 23
 _PROCESS_MADVISE = 440  # of all architectures
 _THIS_PROCESS = -10_000  # PIDFD_SELF_THREAD, Linux 6.14
 _IOV_MAX = 1024
@@ -63,7 +63,7 @@ def _first_refused(heads: U64, sizes: U64) -> int | None:
 def _is_ready(start: int, nbytes: int) -> bool:
     into = start % mmap.PAGESIZE
     call = _madvise_now if nbytes <= _SHORT_NBYTES else _madvise
-    return not call(start - into, nbytes + into, _POPULATE_WRITE)
+    return not call(start - into, nbytes + into, POPULATE_WRITE)
 
 
 def _first_refused_of_many(heads: U64, sizes: U64) -> int | None:
@@ -72,11 +72,11 @@ def _first_refused_of_many(heads: U64, sizes: U64) -> int | None:
     for i in range(0, len(table), _IOV_MAX):
         part = table[i : i + _IOV_MAX]
         ends = part[:, 1].cumsum()
-        done = _syscall(_PROCESS_MADVISE, _THIS_PROCESS, int(part.ctypes.data), len(part), _POPULATE_WRITE, 0)
+        done = _syscall(_PROCESS_MADVISE, _THIS_PROCESS, int(part.ctypes.data), len(part), POPULATE_WRITE, 0)
         if done < 0:
             return i
         if done < ends[-1]:
             at = i + int(ends.searchsorted(done, side="right"))
-            _madvise(int(heads[at]), int(sizes[at]), _POPULATE_WRITE)  # says why
+            _madvise(int(heads[at]), int(sizes[at]), POPULATE_WRITE)  # says why
             return at
     return None

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llm_datadist._core import limits
 from llm_datadist._core.segments import U64
 from llm_datadist.transports._nixl import Agent, NixlLost, NixlRefused
 from llm_datadist.transports.nixl_ranges import Ranges, none
 
 _MAX_WORDS = 64  # that are kept: a pull looks at one or two words, twice
 _WORD = 8
-_MAX_TOKENS = 4096  # then a new session is cheaper than what the agent remembers
 
 
 class NixlBusy(Exception):  # noqa: N818 - an answer
@@ -184,7 +184,7 @@ class Session:
             return
         if not self._has(source):
             # An older source at the same addresses: NIXL would go on using its keys.
-            if len(self._loaded) >= _MAX_TOKENS or self._there.touch(source.ranges.pairs).any():
+            if len(self._loaded) >= limits.NIXL_TOKENS or self._there.touch(source.ranges.pairs).any():
                 raise NixlBusy
             self._agent.load(source.metadata)
             self._there = self._there.with_(source.ranges.pairs)

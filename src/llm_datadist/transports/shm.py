@@ -20,6 +20,7 @@ from typing import ClassVar
 
 import msgspec
 
+from llm_datadist._core import limits
 from llm_datadist._core.segments import Extents, Segments
 from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.devices.shared_memory import SharedArea
@@ -35,7 +36,7 @@ from llm_datadist.transports.seam import (
     TransportUnavailable,
 )
 from llm_datadist.transports.shm_areas import Areas, Box
-from llm_datadist.transports.shm_memory import MAX_AREAS, PeerMemory
+from llm_datadist.transports.shm_memory import PeerMemory
 from llm_datadist.transports.shm_owner import Giver, say_refusal, whose_refusal
 from llm_datadist.transports.shm_read import ShmRead
 from llm_datadist.transports.shm_rows import ShmRows, shm_rows
@@ -77,8 +78,8 @@ class ShmTransport:
         drop_reader: DropReader,
         random_bytes: Callable[[int], bytes],
     ) -> None:
-        if not 0 < len(areas) <= MAX_AREAS:
-            raise ValueError(f"a transport shm shares 1 to {MAX_AREAS} areas, not {len(areas)}")
+        if not 0 < len(areas) <= limits.AREAS:
+            raise ValueError(f"a transport shm shares 1 to {limits.AREAS} areas, not {len(areas)}")
         self._own = Areas((area.address, area.nbytes, 0) for area in areas)
         self._movers = movers
         self._by_kernel = _libc.can_read_own()
@@ -263,8 +264,9 @@ def _decode(blob: bytes) -> _Endpoint:
                 "the peer's endpoint of transport shm is not valid: areas overlap, or are beyond 2**64"
             )
         end = address + nbytes
-    if not 0 < len(endpoint.areas) <= MAX_AREAS:
+    count = len(endpoint.areas)
+    if not 0 < count <= limits.AREAS:
         raise TransportUnavailable(
-            f"the peer's endpoint of transport shm is not valid: {len(endpoint.areas)} areas, 1 to {MAX_AREAS} can be"
+            f"the peer's endpoint of transport shm is not valid: {count} areas, 1 to {limits.AREAS} can be"
         )
     return endpoint

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from llm_datadist._core import limits
 from llm_datadist._shortages import reason_of, start_thread
 from llm_datadist.devices.mapping import advise, map_memory, unmap
 from llm_datadist.devices.shared_memory import is_safe_to_map
@@ -31,9 +32,7 @@ from llm_datadist.transports.seam import Fault, FaultKind
 from llm_datadist.transports.shm_areas import Areas
 from llm_datadist.transports.shm_owner import GRANTED
 
-MAX_AREAS = 16
 ANSWER_S = 0.1  # from ``open``; a few thread switches at the owner. A late answer is still taken
-_TEXT_NBYTES = 1024
 _QUICK_NBYTES = 64 << 20  # unmapped in a few milliseconds
 _RECEIVE = int(socket.MSG_CMSG_CLOEXEC) | int(socket.MSG_DONTWAIT)
 _NONE = Areas(())
@@ -220,9 +219,13 @@ class PeerMemory(Owner):
 
     def _take_message(self) -> tuple[bytes, list[int]]:
         try:
-            message, fds, _, _ = socket.recv_fds(self._sock, _TEXT_NBYTES, MAX_AREAS, _RECEIVE)
+            message, fds, _, _ = socket.recv_fds(
+                self._sock, limits.ANSWER_TEXT_NBYTES, limits.AREAS, _RECEIVE
+            )
         except ConnectionResetError:  # the other end closed without reading the proof; its answer comes next
-            message, fds, _, _ = socket.recv_fds(self._sock, _TEXT_NBYTES, MAX_AREAS, _RECEIVE)
+            message, fds, _, _ = socket.recv_fds(
+                self._sock, limits.ANSWER_TEXT_NBYTES, limits.AREAS, _RECEIVE
+            )
         return message, fds  # those that find no room here are missing
 
     def _settle(self, reason: str) -> None:

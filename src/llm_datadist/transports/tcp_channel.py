@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from itertools import pairwise
 
+from llm_datadist._core import limits
 from llm_datadist._core.segments import U64, Extents, Segments
 from llm_datadist._logs import get_logger
 from llm_datadist._shortages import is_shortage, reason_of, start_thread
@@ -23,7 +24,7 @@ from llm_datadist.status import OutOfMemoryError
 from llm_datadist.transports._sockets import NOW_NBYTES
 from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint, Progress
 from llm_datadist.transports.tcp_pool import ConnectionPool, Taker, dial
-from llm_datadist.transports.tcp_server import MAX_CONNECTIONS, TcpServer
+from llm_datadist.transports.tcp_server import TcpServer
 from llm_datadist.transports.tcp_units import TcpUnits
 
 logger = get_logger("llm_datadist.tcp")
@@ -129,12 +130,12 @@ class TcpChannel:
         with self._lock:
             if self._closed or self._address is None:
                 return
-            self._to_dial = max(0, min(self._to_dial + count, MAX_CONNECTIONS))
+            self._to_dial = max(0, min(self._to_dial + count, limits.CONNECTIONS))
             if self._dials or not self._to_dial:
                 return
             self._dials = True
         try:
-            start_thread(functools.partial(self._dial_all, self._address), "llm_datadist-dial")
+            start_thread(functools.partial(self._dial_all, self._address), "llm-datadist-dial")
         except OutOfMemoryError as exc:  # the peer asks again
             logger.warning("no data connection is dialled for the peer that reads: %s", exc)
             with self._lock:
@@ -249,7 +250,7 @@ class StripedRead:
             for part in others:
                 run = functools.partial(self._run_one, part, deadline)
                 try:
-                    helpers.append(start_thread(run, "llm_datadist-stripe"))
+                    helpers.append(start_thread(run, "llm-datadist-stripe"))
                 except OutOfMemoryError:
                     mine.append(part)
             for part in mine:

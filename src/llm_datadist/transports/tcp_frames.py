@@ -17,7 +17,6 @@ import msgspec
 from llm_datadist._core import limits
 
 CHUNK_NBYTES = 8 << 20  # what a reader takes with one call; zeros to its end if the source fails within it
-TEXT_NBYTES = 1024  # of an END; longer ones are cut
 STREAM_NBYTES = 1 << 62  # far above any cache; keeps sums of positions within int64
 
 _REQUEST = struct.Struct("<4sIQQI4x")
@@ -109,7 +108,7 @@ def encode_data(request_id: int, nbytes: int) -> bytes:
 
 def encode_end(request_id: int, kind: EndKind, code: int = 0, text: str = "") -> bytes:
     """An END with its text."""
-    raw = text.encode("utf-8", "replace")[:TEXT_NBYTES]
+    raw = text.encode("utf-8", "replace")[: limits.ANSWER_TEXT_NBYTES]
     return _HEADER.pack(_HEADER_MAGIC, _END, kind, request_id, len(raw), code & 0xFFFFFFFF) + raw
 
 
@@ -138,7 +137,7 @@ def decode_header(raw: bytes | memoryview, request_id: int, most_nbytes: int) ->
         if not 0 < nbytes <= most:
             raise FrameError(f"a chunk of {nbytes} bytes where 1 to {most} can come")
         return int(nbytes)
-    if what != _END or kind not in _END_KINDS or nbytes > TEXT_NBYTES:
+    if what != _END or kind not in _END_KINDS or nbytes > limits.ANSWER_TEXT_NBYTES:
         raise FrameError(f"a header of kind {what}, status {kind}, {nbytes} bytes of text")
     if kind == EndKind.OK and most_nbytes:
         raise FrameError(f"the end of the answer with {most_nbytes} bytes missing")

@@ -30,7 +30,7 @@ class Opener:
                 return
             self._works = True
         try:
-            start_thread(self._work, "llm_datadist-open")
+            start_thread(self._work, "llm-datadist-open")
         except OutOfMemoryError:  # the system has no thread left
             self._work()
 

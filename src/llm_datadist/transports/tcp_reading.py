@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
+from llm_datadist._core import limits
 from llm_datadist._core.segments import Extents
 from llm_datadist._logs import get_logger
 from llm_datadist.transports._sockets import (
@@ -35,7 +36,6 @@ from llm_datadist.transports.tcp_frames import (
     CHUNK_NBYTES,
     FIRST_REQUEST,
     HEADER_NBYTES,
-    TEXT_NBYTES,
     End,
     EndKind,
     FrameError,
@@ -108,7 +108,7 @@ class ReadingConnection:
         self._last_id = FIRST_REQUEST - 1
         self._prompt = False  # the latest answer came at once
         self._iovecs = Iovecs()
-        self._head = Buffer(HEADER_NBYTES + TEXT_NBYTES)
+        self._head = Buffer(HEADER_NBYTES + limits.ANSWER_TEXT_NBYTES)
         self._header = self._head.view[:HEADER_NBYTES]
         self._timeout = 0.0  # of a receive, as the kernel knows it
         sock.setblocking(True)

@@ -32,7 +32,6 @@ from llm_datadist.transports.tcp_serving import ServedConnection, ServedLink
 
 logger = get_logger("llm_datadist.tcp")
 
-MAX_CONNECTIONS = limits.CONNECTIONS
 _RECEIVE_NBYTES = 256 << 10
 _JOIN_S = 1.0  # the thread never blocks, so this is only reached when it is stopped from outside
 _GONE = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
@@ -123,7 +122,7 @@ class TcpServer:
             epoll.register(wake_fd, select.EPOLLIN)
             # The buffer goes with the thread: a finalized engine is garbage for a while.
             run = functools.partial(self._run, epoll, Buffer(_RECEIVE_NBYTES))
-            self._thread = start_thread(run, "llm_datadist-tcp")  # it sleeps until the first command
+            self._thread = start_thread(run, "llm-datadist-tcp")  # it sleeps until the first command
             self._epoll, self._wake_fd = epoll, wake_fd
             undo.pop_all()
 
@@ -204,7 +203,7 @@ class TcpServer:
     def _add(self, sock: socket.socket, link: ServedLink, leftover: bytes) -> None:
         epoll = self._epoll
         served = sum(1 for c in self._connections.values() if c.link is link)
-        if self._stopping or epoll is None or served >= MAX_CONNECTIONS:
+        if self._stopping or epoll is None or served >= limits.CONNECTIONS:
             sock.close()
             return
         try:

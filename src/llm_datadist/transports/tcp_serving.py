@@ -25,7 +25,6 @@ from llm_datadist.transports.tcp_frames import (
     CHUNK_NBYTES,
     HEADER_NBYTES,
     REQUEST_NBYTES,
-    TEXT_NBYTES,
     EndKind,
     Request,
     RequestParser,
@@ -38,9 +37,7 @@ from llm_datadist.transports.tcp_frames import (
 
 logger = get_logger("llm_datadist.tcp")
 
-TURN_NBYTES = 1 << 20  # bounds how long one reader holds up the others
 _ZEROS = Buffer(64 << 10)
-_MAX_KNOWN = 64  # units of a connection
 _NOW_SELECTOR_NBYTES = 4 << 10  # a longer one takes its time to be read; nobody is kept waiting for that
 
 
@@ -67,7 +64,7 @@ class ServedConnection:
         self._request: Request | None = None  # come in, not begun
         self.aside: Request | None = None  # the same, with a long selector, which is being opened elsewhere
         self._iovecs = Iovecs()
-        self._head = Buffer(HEADER_NBYTES + TEXT_NBYTES)
+        self._head = Buffer(HEADER_NBYTES + limits.ANSWER_TEXT_NBYTES)
         self._end = Buffer(HEADER_NBYTES)  # of an answer sent at once
         self._sent = 0  # of an answer sent at once
         self._serving: Serving | None = None
@@ -130,7 +127,7 @@ class ServedConnection:
         self.sock.close()
 
     def turn(self) -> None:
-        """Sends up to ``TURN_NBYTES``, and the END if those were the last ones.
+        """Sends up to a turn's bytes, and the END if those were the last ones.
 
         Raises:
             OSError: The connection is broken.
@@ -145,7 +142,7 @@ class ServedConnection:
             return
 
     def _turn(self) -> None:
-        self._turn_left = TURN_NBYTES
+        self._turn_left = limits.TURN_NBYTES
         if self._chunk_left and self._serving is not None:  # else a header is due, or the END, with a check
             fault = self._serving.check()
             if fault is not None:
@@ -179,7 +176,7 @@ class ServedConnection:
     def _reset(self, request_id: int, start: int, stop: int) -> None:
         self._request_id, self._at, self._stop = request_id, start, stop
         self._chunk_left = self._head_left = self._sent = 0
-        self._turn_left = TURN_NBYTES
+        self._turn_left = limits.TURN_NBYTES
         self._fault, self._ending = None, False
         self._iovecs.clear()
         self.busy = True
@@ -234,7 +231,7 @@ class ServedConnection:
         units = self._source.units(self.link.token, request.selector)
         if units is None:
             return
-        if len(self._known) >= _MAX_KNOWN:
+        if len(self._known) >= limits.KNOWN_UNITS:
             self._known.clear()
         self._known[middle] = units, request.stop
 

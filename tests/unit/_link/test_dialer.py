@@ -158,7 +158,7 @@ def test_g3_a_name_that_no_thread_can_look_up_is_a_failure_at_once(loop: Control
         assert result.ended.wait(5)
     assert result.sock is None and result.count == 1
     assert result.reason.startswith(
-        "cannot resolve 'localhost': thread llm-datadist-resolve cannot be started"
+        "cannot resolve 'localhost': no thread can be started for llm-datadist-resolve"
     )
     assert "RLIMIT_NPROC" in result.reason
 

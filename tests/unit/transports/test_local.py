@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from llm_datadist._core.limits import PROOFS
 from llm_datadist._core.segments import Segments
 from llm_datadist.testing.board import extents
 from llm_datadist.transports import _libc
-from llm_datadist.transports._proofs import SLOTS
 from llm_datadist.transports.local import LocalTransport
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import FaultKind, Progress, TransportUnavailable
@@ -106,7 +106,7 @@ def test_z3_malformed_endpoint(reader: LocalTransport, blob: bytes) -> None:
         ({"page": -1}, "not valid: name, page"),
         ({"page": 1 << 64 - 1}, "not valid: name, page"),
         ({"slot": -1}, "not valid: name, page, slot"),
-        ({"slot": SLOTS}, "not valid: name, page, slot"),
+        ({"slot": PROOFS}, "not valid: name, page, slot"),
         ({"slot": 1}, "is not, or no longer, the other end"),
         ({"salt": bytes(16)}, "not valid: name"),
         ({"salt": b""}, "not valid: name"),
@@ -145,7 +145,7 @@ def test_g16_the_right_bytes_elsewhere_are_no_proof(reader: LocalTransport) -> N
 
 
 def test_g16_more_handshakes_than_slots(reader: LocalTransport) -> None:
-    proofs = [at.to_bytes(32, "little") for at in range(SLOTS)]
+    proofs = [at.to_bytes(32, "little") for at in range(PROOFS)]
     for proof in proofs:
         reader.endpoint(proof)
     with pytest.raises(TransportUnavailable, match="which is the most"):
@@ -190,7 +190,7 @@ def _reason_elsewhere(owner: LocalOwner, first: str, prefix: list[str] | None = 
     program = f"""
 import base64, sys
 from tests.support.local_pair import endpoint, transport
-from llm_datadist.transports._proofs import SLOTS
+from llm_datadist._core.limits import PROOFS
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import TransportUnavailable
 reader = transport(Movers(0))

@@ -58,7 +58,7 @@ def test_default_count_of_this_machine() -> None:
 
 
 def mover_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "llm_datadist-mover"]
+    return [t for t in threading.enumerate() if t.name == "llm-datadist-mover"]
 
 
 def test_threads_start_with_the_first_offer_and_end_with_close(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from llm_datadist._core import limits
 from llm_datadist._core.segments import Segments
 from llm_datadist.testing.board import extents
-from llm_datadist.transports import _nixl, nixl_channel
+from llm_datadist.transports import _nixl
 from llm_datadist.transports.nixl import NixlTransport
 from llm_datadist.transports.nixl_channel import ID_NBYTES, Token
 from llm_datadist.transports.seam import (
@@ -176,7 +177,7 @@ def test_a_known_token_is_loaded_once(rig: Rig) -> None:
 
 
 def test_the_latest_tokens_are_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_channel, "_MAX_SOURCES", 2)
+    monkeypatch.setattr(limits, "NIXL_SOURCES", 2)
     tokens = [rig.tell(rig.source + i * SIZE, nbytes=SIZE) for i in range(3)]
     assert [rig.channel.covers(rig.plan(i * SIZE).source) for i in range(3)] == [False, True, True]
     rig.channel.admit(tokens[0])

@@ -65,7 +65,7 @@ def test_the_first_hole_is_found(
     memory: Mapping, count: int, rights: int, old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if old:
-        monkeypatch.setattr(nixl_pages, "_POPULATE_WRITE", 9999)  # EINVAL
+        monkeypatch.setattr(nixl_pages, "POPULATE_WRITE", 9999)  # EINVAL
     assert hole(memory.address, count) is None
     last = memory.address + (count - 1) * PAGE
     protect(last, rights)

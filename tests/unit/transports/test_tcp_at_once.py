@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llm_datadist._core.limits import TURN_NBYTES
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.transports import _sockets, tcp_channel
 from llm_datadist.transports._sockets import NOW_NBYTES, Iovecs
 from llm_datadist.transports.seam import Fault, FaultKind
 from llm_datadist.transports.tcp_frames import CHUNK_NBYTES, HEADER_NBYTES
 from llm_datadist.transports.tcp_reading import ReadingConnection
-from llm_datadist.transports.tcp_serving import TURN_NBYTES
 from tests.support.tcp_rig import MakeRig, Rig, extents_of, memory_of, sends_at_most
 
 BLOCK, BLOCKS = 300, [0, 2, 3, 7]

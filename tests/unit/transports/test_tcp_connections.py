@@ -197,12 +197,12 @@ def test_nothing_is_kept_of_a_read_that_is_over(rig: Rig) -> None:
 
 def test_no_thread_before_the_first_connection_and_none_after_close(make_rig: MakeRig) -> None:
     rig = make_rig()
-    assert "llm_datadist-tcp" not in [t.name for t in threading.enumerate()]
+    assert "llm-datadist-tcp" not in [t.name for t in threading.enumerate()]
     source = memory_of(1, 10, 1)
     rig.read(extents_of(source), extents_of(memory_of(1, 10, None)))
-    assert "llm_datadist-tcp" in [t.name for t in threading.enumerate()]
+    assert "llm-datadist-tcp" in [t.name for t in threading.enumerate()]
     rig.owner.close()
-    assert "llm_datadist-tcp" not in [t.name for t in threading.enumerate()]
+    assert "llm-datadist-tcp" not in [t.name for t in threading.enumerate()]
 
 
 def test_a_forked_child_closes_its_copies_and_the_parent_goes_on(rig: Rig) -> None:

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 
 import pytest
 
+from llm_datadist._core.limits import TURN_NBYTES
 from llm_datadist._core.segments import Segments
 from llm_datadist.testing.stream_owner import encode_extents
 from llm_datadist.transports import tcp_reading
 from llm_datadist.transports._sockets import send_now
 from llm_datadist.transports.seam import PeerEndpoint, Progress
 from llm_datadist.transports.tcp_channel import TcpChannel
-from llm_datadist.transports.tcp_serving import TURN_NBYTES, ServedConnection
+from llm_datadist.transports.tcp_serving import ServedConnection
 from tests.support.tcp_rig import CALL_S, MakeRig, Rig, extents_of, in_thread, memory_of
 from tests.support.world import wait_until
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_datadist._core import limits
+from llm_datadist._core.limits import ANSWER_TEXT_NBYTES
 from llm_datadist.transports.tcp_frames import (
     CHUNK_NBYTES,
     HEADER_NBYTES,
-    TEXT_NBYTES,
     End,
     EndKind,
     FrameError,
@@ -80,7 +80,7 @@ def test_headers_of_an_answer() -> None:
 
 
 def test_a_long_text_is_cut() -> None:
-    assert len(encode_end(1, EndKind.SOURCE, 1, "x" * 5000)) == HEADER_NBYTES + TEXT_NBYTES
+    assert len(encode_end(1, EndKind.SOURCE, 1, "x" * 5000)) == HEADER_NBYTES + ANSWER_TEXT_NBYTES
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_long_text_is_cut() -> None:
         (b"XX" + encode_data(7, 100)[2:], "no chunk header"),
         (encode_end(7, EndKind.OK), "100 bytes missing"),
         (struct.pack("<2sBBIII", b"LD", 2, 9, 7, 0, 0), "status 9"),
-        (struct.pack("<2sBBIII", b"LD", 2, 1, 7, TEXT_NBYTES + 1, 0), "bytes of text"),
+        (struct.pack("<2sBBIII", b"LD", 2, 1, 7, ANSWER_TEXT_NBYTES + 1, 0), "bytes of text"),
         (struct.pack("<2sBBIII", b"LD", 3, 0, 7, 0, 0), "kind 3"),
     ],
 )

@@ -197,7 +197,7 @@ def test_a_fault_of_one_stripe_ends_the_others(make_rig: MakeRig, monkeypatch: p
     whole = extents_of(source)
     progress = rig.read(whole, Extents.of(np.array([base], np.uint64), whole.offsets, whole.lengths))
     assert progress.fault is not None and progress.fault.kind is FaultKind.DESTINATION
-    assert not [t for t in threading.enumerate() if t.name == "llm_datadist-stripe"]
+    assert not [t for t in threading.enumerate() if t.name == "llm-datadist-stripe"]
     memory.close()
 
 
@@ -228,7 +228,7 @@ def test_g3_parts_for_which_no_thread_can_be_started_are_read_by_the_caller(
     start, begun = threading.Thread.start, []
 
     def start_one(thread: threading.Thread) -> None:
-        if thread.name == "llm_datadist-stripe":
+        if thread.name == "llm-datadist-stripe":
             begun.append(thread)
             if len(begun) > 1:
                 raise RuntimeError("can't start new thread")

@@ -36,7 +36,7 @@ def test_g3_the_reader_is_told_that_the_owner_cannot_serve(rig: Rig, refused: st
             break
     assert got.fault is not None and got.fault.kind is FaultKind.REFUSED, got
     assert got.fault.code == LLMStatusCode.LLM_OUT_OF_MEMORY
-    assert "serve" in got.fault.text or "llm_datadist-tcp cannot be started" in got.fault.text
+    assert "serve" in got.fault.text or "no thread can be started for llm-datadist-tcp" in got.fault.text
     for _ in range(2):
         assert read_once(rig).fault is None
 

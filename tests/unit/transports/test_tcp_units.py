@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llm_datadist._core import limits
 from llm_datadist._core.segments import U64, Segments
 from llm_datadist.testing.stopwatch import Stopwatch
-from llm_datadist.transports import tcp_reading, tcp_serving
+from llm_datadist.transports import tcp_reading
 from llm_datadist.transports._sockets import NOW_NBYTES, Iovecs
 from llm_datadist.transports.seam import Fault, FaultKind
 from llm_datadist.transports.tcp_channel import MAX_UNIT_TENSORS
@@ -74,7 +75,7 @@ def test_each_kind_of_request_is_known_by_itself() -> None:
 
 
 def test_an_owner_knows_so_many_and_no_more(rig: UnitRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_serving, "_MAX_KNOWN", 2)
+    monkeypatch.setattr(limits, "KNOWN_UNITS", 2)
     rig.units = [rig._units(bytes([65 + i]) * 9) for i in range(3)]
     for _ in range(2):
         for i in range(3):
