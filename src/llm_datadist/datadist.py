@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from llm_datadist._engine.engine import Engine
 
 _log = get_logger("llm_datadist")
-_LATE_S = (
-    10.0  # an end takes 2 s; not even so long if this thread was interrupted while it held what that needs
-)
+# Of an end, which takes 2 s. A thread that was interrupted while it held what the end needs would wait for itself.
+_LATE_S = 10.0
 
 
 class LLMDataDist(Links):

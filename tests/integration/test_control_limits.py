@@ -116,7 +116,7 @@ def test_g17_a_long_text_is_cut_by_its_sender() -> None:
         assert answer.text == "é" * limits.TEXT_CHARS
 
 
-@pytest.mark.rule("S.5")
+@pytest.mark.rule("S.5", "S.28")
 def test_g17_of_too_many_handshakes_the_oldest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HANDSHAKES", 3)
     with Engine(1) as engine:

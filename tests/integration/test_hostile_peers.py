@@ -105,7 +105,7 @@ LONG = [pytest.mark.slow, pytest.mark.timeout(600)]
         *(pytest.param(mode, backend, LONG_S, marks=LONG) for mode in "AB" for backend in ("local", "tcp")),
     ],
 )
-@pytest.mark.rule("S.25")
+@pytest.mark.rule("S.25", "S.28")
 def test_g17_g18_an_honest_peer_beside_each_attack(
     mode: str, backend: str, seconds: float, scene_of: Callable[[str, str], Scene]
 ) -> None:

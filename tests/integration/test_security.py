@@ -194,7 +194,7 @@ def _push_to(w: World, addresses: list[int]) -> Any:
 @pytest.mark.rule("4.113", "4.114")
 @pytest.mark.parametrize("kind", ["outside", "one byte past", "not accessible", "unregistered", "across"])
 @pytest.mark.rule("4.113", "4.114", "5.91")
-@pytest.mark.rule("S.7", "S.19")
+@pytest.mark.rule("S.7", "S.19", "S.27")
 def test_z4_a_peer_cannot_name_addresses_outside_accessible_caches(pair_a: Pair, kind: str) -> None:
     pair = pair_a.up()
     pair.source(shape=FOUR)

@@ -33,9 +33,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _LOG = get_logger("llm_datadist.engine")
-_WAITING = (
-    3  # threads: while one or two see whether their callers got the result, another takes the next errand
-)
+# Threads: while one or two see whether their callers got the result, another takes the next errand.
+_WAITING = 3
 _FIRST_LOOK_S = 0.00005  # what a caller takes to wake and take its result; doubled with each look
 _LONGEST_LOOK_S = 0.02
 _LAST_STEPS_S = 0.05  # of a thread that has answered
@@ -342,9 +341,8 @@ def handed_in(method: Callable[P, Errand[T]]) -> Callable[P, T]:
             errand.kept = True  # nothing between this and the return looks for signals
             return result
         except BaseException:
-            errand.dropped = (
-                True  # nor does anything before this: whatever breaks the rest, its thread sees it
-            )
+            # Nor does anything before this: whatever breaks the rest, its thread sees it.
+            errand.dropped = True
             errand.settle()
             raise
 

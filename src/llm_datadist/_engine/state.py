@@ -59,9 +59,8 @@ class Peer:
 
     ways: tuple[Way, ...]
     reasons: tuple[str, ...]
-    serving: StreamChannel | None = (
-        None  # on which the peer may read us by connections, whatever we read it by
-    )
+    # On which the peer may read us by connections, whatever we read it by.
+    serving: StreamChannel | None = None
     words: WordChannel | None = None  # on which words are read faster than on the way of the bytes
     table: RemoteTable = field(default_factory=RemoteTable)
     routes: Routes = field(default_factory=Routes)
@@ -186,9 +185,8 @@ class State:
         self.pools = Pools(options.pools)
         self.regions = Regions()
         self.links: LinkService
-        self.find_sibling: Callable[[bytes], State | None] = (
-            _no_sibling  # by instance: an engine of this process
-        )
+        # By instance: an engine of this process.
+        self.find_sibling: Callable[[bytes], State | None] = _no_sibling
         self.by_token: dict[bytes, Link] = {}  # links that are up, the hidden end of a self link included
         self.life = object()  # handles of an earlier life are refused
         self.closed: LLMException | None = None

@@ -30,9 +30,8 @@ class TransportCaps:
     same_host_only: bool
     partial: bool = False  # reads only some of the peer's memory: its channels are PartialChannel
     needs_registration: bool = False  # both ends tell it of memory before it moves: RegisteringTransport
-    best_below_nbytes: int | None = (
-        None  # mean bytes of a run from which a one-sided way that is not partial is as fast
-    )
+    # Mean bytes of a run from which a one-sided way that is not partial is as fast.
+    best_below_nbytes: int | None = None
     rows: bool = False  # its channels are RowsChannel
     units: bool = False  # its channels are UnitsChannel
     cancellable: bool = True  # else ``wait`` may outlast its deadline until the engine below lets go
