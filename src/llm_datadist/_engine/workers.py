@@ -62,33 +62,41 @@ class Workers:
                 return True
             self._running[key] = self._running.get(key, 0) + 1
             self._ready.append((key, job))
-            if self._find_threads() or refused is None:
-                return True
-            self._ready.pop()
-            self._end_turn(key)
-        refused(no_thread("a transfer in the background"))
+            short = self._find_threads()
+            if short is not None and refused is not None:
+                self._ready.pop()
+                self._end_turn(key)
+        if short is not None:
+            self._look_again(short)
+            if refused is not None:
+                refused(no_thread("a transfer in the background"))
         return True
 
-    def _find_threads(self) -> bool:
-        """Sees to it that every job that is ready has a thread. The caller holds the lock."""
+    def _find_threads(self) -> OutOfMemoryError | None:
+        """Sees to it that every job that is ready has a thread; why that cannot be. The caller holds the lock."""
         self._condition.notify(len(self._ready))
         while self._idle + self._starting < len(self._ready):
             try:
                 self._threads.add(start_thread(self._work, self._name))
             except OutOfMemoryError as error:
-                if not self._is_late:
-                    self._is_late = True
-                    _LOG.warning("a background job waits: %s", error)
-                    self._later(_AGAIN_S, self._try_again)
-                return False
+                return error
             self._starting += 1
-        return True
+        return None
+
+    def _look_again(self, short: OutOfMemoryError) -> None:
+        """In a moment, for the jobs that wait; said once. The caller does not hold the lock."""
+        with self._condition:
+            was_late, self._is_late = self._is_late, True
+        if not was_late:
+            _LOG.warning("a background job waits: %s", short)
+            self._later(_AGAIN_S, self._try_again)
 
     def _try_again(self) -> None:
         with self._condition:
             self._is_late = False
-            if not self._closed:
-                self._find_threads()
+            short = None if self._closed else self._find_threads()
+        if short is not None:
+            self._look_again(short)
 
     def close(self, timeout_s: float) -> None:
         """Drops what has not begun and waits for what runs, at most so long in all."""
