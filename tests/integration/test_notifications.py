@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llm_datadist import LLMStatusCode
-from llm_datadist._core.notices import QUEUE_CAPACITY
+from llm_datadist._core.limits import NOTIFICATIONS
 from llm_datadist.testing.stopwatch import Stopwatch
 from tests.support import actors, notify_actors
 from tests.support.pair import AT_ONCE, D_ID, P_ID, Combo, Pair, Shape, by_id, make_pair, of_model
@@ -103,14 +103,14 @@ def test_a_full_queue_refuses_while_the_data_is_complete(pair: Pair) -> None:
     pair.up(timeout_ms=5000)
     pair.source()
     pair.destination()
-    pair.d.call(notify_actors.send_many, P_ID, QUEUE_CAPACITY)
+    pair.d.call(notify_actors.send_many, P_ID, NOTIFICATIONS)
     pair.d.attempt(notify_actors.send_notify, P_ID, "one", b"").expect(
-        FULL, P_ID, QUEUE_CAPACITY, "get_notifies"
+        FULL, P_ID, NOTIFICATIONS, "get_notifies"
     )
     pair.pull_blocks([1], [2], notify=("two", b"")).expect(FULL, P_ID, "complete", "get_notifies")
     pair.blocks_right([1], [2])
     found = pair.p.call(notify_actors.get_notifies)
-    assert [name for _, name, _ in found] == [f"n{number}" for number in range(QUEUE_CAPACITY)]
+    assert [name for _, name, _ in found] == [f"n{number}" for number in range(NOTIFICATIONS)]
     pair.d.call(notify_actors.send_notify, P_ID, "three", b"")
     assert pair.p.call(notify_actors.get_notifies) == [(D_ID, "three", b"")]
 
@@ -120,7 +120,7 @@ def test_a_push_to_a_full_queue_is_complete_as_well(pair_b: Pair) -> None:
     pair = pair_b.up(timeout_ms=5000)
     pair.source()
     pair.destination(model_id=0)
-    pair.p.call(notify_actors.send_many, D_ID, QUEUE_CAPACITY)
+    pair.p.call(notify_actors.send_many, D_ID, NOTIFICATIONS)
     pushed = pair.p.attempt(actors.push_blocks, of_model(0, D_ID), "src", [1], [2], notify=("x", b""))
     pushed.expect(FULL, D_ID, "complete", "get_notifies")
     pair.blocks_right([1], [2])

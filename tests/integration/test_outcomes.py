@@ -9,7 +9,7 @@ import pytest
 
 import llm_datadist as dd
 from llm_datadist import CacheKey, LLMStatusCode
-from llm_datadist._core.notices import QUEUE_CAPACITY
+from llm_datadist._core.limits import NOTIFICATIONS
 from tests.support import actors, allocated, notify_actors, outcome_actors
 from tests.support.pair import D_ID, P_ID, SUCCESS, Combo, Pair, Shape, by_id, by_request, make_pair, of_model
 from tests.support.pool import Spawner
@@ -122,10 +122,10 @@ def test_g2_a_full_queue_keeps_the_key(pair_a: Pair) -> None:
     pair = pair_a.up(timeout_ms=5000, **POOL)
     pair.p.call(allocated.slots, "src", keys=[(5, 0)], dim0=1)
     pair.d.call(allocated.slots, "dst", dim0=1)
-    pair.d.call(notify_actors.send_many, P_ID, QUEUE_CAPACITY)
+    pair.d.call(notify_actors.send_many, P_ID, NOTIFICATIONS)
     pair.pull_cache(by_request(5), notify=("n", b"")).expect(FULL, P_ID, "complete", "get_notifies")
     assert pair.p.call(allocated.bound) == [("req", 5)]
-    assert len(pair.p.call(notify_actors.get_notifies)) == QUEUE_CAPACITY
+    assert len(pair.p.call(notify_actors.get_notifies)) == NOTIFICATIONS
     pair.pull_cache(by_request(5), notify=("n", b"")).ok()
     assert pair.p.call(notify_actors.get_notifies) == [(D_ID, "n", b"")]
     pair.pull_cache(by_request(5)).expect(GONE)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
+from llm_datadist._core import limits
 from llm_datadist.devices.shared_memory import create_memfd, seal
 from llm_datadist.transports import shm_memory, shm_owner
 from tests.support.engines import Engines
@@ -63,7 +64,7 @@ def another_handshake(stage: Stage) -> str:
 
 @forces("the owner of the memory has {} readers, which is the most")
 def too_many(stage: Stage) -> str:
-    stage.patch.setattr(shm_owner, "MAX_READERS", 0)
+    stage.patch.setattr(limits, "READERS", 0)
     return _pull_fails(lambda giver: None)
 
 

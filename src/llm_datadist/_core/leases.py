@@ -54,9 +54,8 @@ class Leases:
     _out: dict[int, Lease] = field(default_factory=dict)
     _by_holder: defaultdict[bytes, dict[int, Lease]] = field(default_factory=lambda: defaultdict(dict))
     _by_cache: defaultdict[int, dict[int, Lease]] = field(default_factory=lambda: defaultdict(dict))
-    _asked: Counter[bytes] = field(
-        default_factory=Counter
-    )  # those with an end: pulls of the holder, not our pushes
+    # Those with an end: pulls of the holder, not our pushes.
+    _asked: Counter[bytes] = field(default_factory=Counter)
     _ends: list[tuple[float, int]] = field(default_factory=list)  # a heap, of ended ones as well
     _next_id: int = 1
 

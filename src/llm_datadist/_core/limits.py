@@ -181,7 +181,7 @@ NOTIFICATIONS = _limit(
     "NOTIFICATIONS",
     "engine",
     4096,
-    "not fetched yet: the contract's; a peer of several may hold as many as are free",
+    "not fetched yet, 512 MiB of the largest: the contract's; a peer of several may hold as many as are free",
 )
 CONNECTIONS = _limit("CONNECTIONS", "link", 64, "on which it reads over tcp")
 LONG_SELECTOR_NBYTES = _limit(

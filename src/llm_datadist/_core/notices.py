@@ -16,9 +16,6 @@ from llm_datadist.checks import check_isinstance
 from llm_datadist.clusters import Notify
 from llm_datadist.status import OutOfMemoryError, ParamInvalidError
 
-MAX_NOTIFY_NBYTES = limits.NOTIFY_NBYTES  # of the name in UTF-8, and of the message
-QUEUE_CAPACITY = limits.NOTIFICATIONS  # full of the largest it is 512 MiB
-
 
 @dataclass(frozen=True, slots=True)
 class Notice:
@@ -54,9 +51,10 @@ def check_notice(notice: Notice, name_arg: str = "name", message_arg: str = "mes
             f"{name_arg} is {notice.name!r:.200}; it must be text that UTF-8 can encode"
         ) from exc
     for argument, nbytes in ((name_arg, name_nbytes), (message_arg, len(notice.message))):
-        if nbytes > MAX_NOTIFY_NBYTES:
+        if nbytes > limits.NOTIFY_NBYTES:
             raise ParamInvalidError(
-                f"{argument} has {nbytes} bytes; at most {MAX_NOTIFY_NBYTES} are allowed, move more with a pull or push"
+                f"{argument} has {nbytes} bytes; at most {limits.NOTIFY_NBYTES} are allowed, move more with a pull or "
+                "push"
             )
 
 
@@ -67,7 +65,7 @@ class NoticeQueue:
     for the others, whoever floods it.
     """
 
-    def __init__(self, capacity: int = QUEUE_CAPACITY) -> None:
+    def __init__(self, capacity: int = limits.NOTIFICATIONS) -> None:
         self._capacity = capacity
         self._parked: dict[Hashable, Notify] = {}
         self._waiting: deque[Notify] = deque()

@@ -122,12 +122,10 @@ class Registry:
     _records: dict[int, Record] = field(default_factory=dict)
     _bound: dict[KeyName, tuple[int, int]] = field(default_factory=dict)
     _words: dict[KeyName, GenerationWord] = field(default_factory=dict)
-    _finds: dict[int, int] = field(
-        default_factory=dict
-    )  # value of a key's word -> the cache that the key finds
-    _requests: dict[tuple[int, int], KeyName] = field(
-        default_factory=dict
-    )  # (cache, slot) -> its request key
+    # Value of a key's word -> the cache that the key finds.
+    _finds: dict[int, int] = field(default_factory=dict)
+    # (Cache, slot) -> its request key.
+    _requests: dict[tuple[int, int], KeyName] = field(default_factory=dict)
     _pulled: dict[KeyName, NDArray[np.bool_]] = field(default_factory=dict)
     _open: OpenMemory | None = None  # of now, once it was asked for
     _next_id: int = 1

@@ -249,7 +249,7 @@ class LinkDriver:
         return said.instance == self.mine.instance and any(c.ends == ends for c in self._conns.values())
 
     def _on_refused(self, conn: Connection, refused: m.Refused) -> None:
-        text = refused.text[: s.TEXT_LIMIT]
+        text = refused.text[: limits.LINE_CHARS]
         ticket, conn.ticket = conn.ticket, None
         if ticket is None and refused.kind != t.ALREADY:
             self.log.refused("the peer at %s gave up the handshake: %s", conn.peer_address, text)
@@ -266,7 +266,9 @@ class LinkDriver:
         self._handshakes.drop(conn)
         if error and (conn.ticket is None or conn.link is not None):  # else the dial's failure says it
             text = "closed the connection of %s: it broke the protocol: %s"
-            self.log.say(logging.WARNING, conn.peer_address, text, conn.peer_address, reason[: s.TEXT_LIMIT])
+            self.log.say(
+                logging.WARNING, conn.peer_address, text, conn.peer_address, reason[: limits.LINE_CHARS]
+            )
         self._table.closed(conn.number)
         if conn.link is not None:
             conn.link.peer_left = conn.session.peer_left

@@ -24,7 +24,6 @@ from llm_datadist._wire.proofs import CHALLENGE_NBYTES
 HANDSHAKE_TIMEOUT_S = limits.HANDSHAKE_S  # contract §4
 MISSED_HEARTBEATS = 3  # one may be late, two are unlikely, three are silence
 INSTANCE_NBYTES = 16
-TEXT_LIMIT = limits.LINE_CHARS  # of a peer's text that reaches logs and exceptions
 SEED_NBYTES = (8, limits.SECRET_NBYTES)  # of a link's secret: long enough not to be guessed, bounded
 
 
@@ -339,7 +338,7 @@ class Session:
     def _on_bye(self, bye: m.Bye, frame: Frame) -> Event:
         self.state = State.CLOSED
         self.peer_left = True
-        return Closed(f"the peer dropped the link: {bye.text[:TEXT_LIMIT]}")
+        return Closed(f"the peer dropped the link: {bye.text[: limits.LINE_CHARS]}")
 
     def _on_message(self, message: m.Message, frame: Frame) -> Event:
         return MessageIn(frame)

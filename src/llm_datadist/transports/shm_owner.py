@@ -22,7 +22,6 @@ from llm_datadist.transports._meeting import AdoptReader, DropReader, credential
 
 GRANTED = b"\0"
 REFUSED = b"\1"  # the reason follows
-MAX_READERS = limits.READERS
 
 
 class Giver:
@@ -62,8 +61,8 @@ class Giver:
         sock.setblocking(False)
         refusal = whose_refusal(os.geteuid(), credentials(sock)[1])
         with self._lock:
-            if len(self._readers) >= MAX_READERS:
-                refusal = f"the owner of the memory has {MAX_READERS} readers, which is the most"
+            if len(self._readers) >= limits.READERS:
+                refusal = f"the owner of the memory has {limits.READERS} readers, which is the most"
             if not self._closed and not refusal:
                 self._readers[sock] = False
         if sock not in self._readers:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from llm_datadist._core.notices import MAX_NOTIFY_NBYTES, QUEUE_CAPACITY, Notice, NoticeQueue, checked_notice
+from llm_datadist._core.limits import NOTIFICATIONS, NOTIFY_NBYTES
+from llm_datadist._core.notices import Notice, NoticeQueue, checked_notice
 from llm_datadist.clusters import Notify
 from llm_datadist.status import OutOfMemoryError, ParamInvalidError
 
@@ -17,7 +18,7 @@ def notify(number: int) -> Notify:
 
 @pytest.mark.rule("4.101")
 def test_the_contracts_limits() -> None:
-    assert (MAX_NOTIFY_NBYTES, QUEUE_CAPACITY) == (65536, 4096)
+    assert (NOTIFY_NBYTES, NOTIFICATIONS) == (65536, 4096)
 
 
 @pytest.mark.parametrize(("name", "message"), [("", b""), ("x" * 65536, b"y" * 65536), ("ü" * 32768, b"\0")])

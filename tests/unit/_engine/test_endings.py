@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_datadist._core.notices import QUEUE_CAPACITY, NoticeQueue
+from llm_datadist._core.limits import NOTIFICATIONS
+from llm_datadist._core.notices import NoticeQueue
 from llm_datadist._engine.endings import Endings
 from llm_datadist._engine.notifications import Notifications
 from llm_datadist._engine.receiver import ReceivedOffer, Receiver
@@ -32,7 +33,7 @@ SAID = [(7, "n", b"m")]
 class Owner:
     """An owner without an engine: one lease, 3, of the key "k"."""
 
-    def __init__(self, capacity: int = QUEUE_CAPACITY) -> None:
+    def __init__(self, capacity: int = NOTIFICATIONS) -> None:
         way: Any = SimpleNamespace(caps=SimpleNamespace(one_sided=False, partial=False))
         self.link, self.carrier = link_alone(7, Peer((way,), ()))
         self.leases: dict[int, Any] = {3: SimpleNamespace(lease_id=3, key="k", record="r")}
@@ -151,10 +152,10 @@ def test_a_peer_is_held_to_the_limits() -> None:
     assert not owner.endings.pending
     with pytest.raises(ParamInvalidError, match=r"cluster 7.*65538"):
         owner.endings.park(owner.link, 1, "n" * 65538, b"")
-    for number in range(QUEUE_CAPACITY):
+    for number in range(NOTIFICATIONS):
         owner.endings.park(owner.link, number, "n", b"")
     with pytest.raises(OutOfMemoryError):
-        owner.endings.park(owner.link, QUEUE_CAPACITY, "n", b"")
+        owner.endings.park(owner.link, NOTIFICATIONS, "n", b"")
 
 
 def pushed(owner: Owner) -> tuple[Receiver, ReceivedOffer]:

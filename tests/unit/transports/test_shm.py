@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from llm_datadist._core import limits
 from llm_datadist._core.segments import Segments
 from llm_datadist.testing.board import extents, soon
 from llm_datadist.testing.stopwatch import Stopwatch
@@ -268,7 +269,7 @@ def stranger(owned: ShmTransport) -> socket.socket:
 def test_r1_readers_are_bounded_and_forgotten(
     area: Shared, loop: Loop, reader: ShmTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shm_owner, "MAX_READERS", 2)
+    monkeypatch.setattr(limits, "READERS", 2)
     with closing(transport([area.area], loop=loop)) as owned:
         channels = [opened(reader, owned.endpoint(PROOF)) for _ in range(2)]
         assert not any(channel.refusal for channel in channels)
