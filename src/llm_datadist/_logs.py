@@ -26,4 +26,15 @@ class _Quiet(_Adapter):
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """What all other calls come to."""
         with suppress(Exception):
-            super().log(level, msg, *args, **{**kwargs, "stacklevel": _FRAMES})
+            if self.isEnabledFor(level):
+                super().log(level, msg, *map(_in_one_line, args), **{**kwargs, "stacklevel": _FRAMES})
+
+
+def _in_one_line(arg: object) -> object:
+    """What a peer has sent ends no line of the log, begins none, and steers no terminal."""
+    if isinstance(arg, (int, float)):
+        return arg
+    text = str(arg)
+    if text.isprintable():
+        return arg
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

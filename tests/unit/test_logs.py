@@ -66,3 +66,12 @@ def test_all_code_of_the_package_logs_so() -> None:
         if "testing" not in path.parts and re.search(r"logging\.getLogger\(", path.read_text())
     ]
     assert plain == ["_logs.py", "utils/log.py"]
+
+
+def test_g15_what_a_peer_has_sent_stays_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    said = "bye\nCRITICAL:root:all is lost\r\x1b[2J\u2028x"
+    with caplog.at_level(logging.INFO, "llm_datadist.of_a_test"):
+        get_logger("llm_datadist.of_a_test").info("%d: %s, %s, %s", 3, said, ValueError(said), "é")
+    (line,) = caplog.records[0].getMessage().splitlines()
+    assert line.isprintable()
+    assert line.startswith("3: bye\\nCRITICAL") and line.endswith("é")
