@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMStatusCode
@@ -13,6 +16,7 @@ from llm_datadist._core.budget import Budget
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.state import State, peer_of
 from llm_datadist._wire import messages as m
+from llm_datadist.status import ParamInvalidError
 from tests.support.attacks import RawLink, frame
 from tests.support.engines import Engines, unlink
 from tests.support.pair import SUCCESS
@@ -30,7 +34,7 @@ class Scene:
 
     def __init__(self, engines: Engines) -> None:
         self.me = engines.make(1)
-        self.cache, _ = engines.blocks(self.me, 7, model_id=0)
+        self.cache, self.memory = engines.blocks(self.me, 7, model_id=0)
         assert self.me._engine is not None
         self.state: State = self.me._engine._state
         address = self.state.links.listen_address
@@ -131,3 +135,103 @@ def test_g17_a_cache_that_our_copy_has_no_room_for_is_asked_for(monkeypatch: pyt
             assert (memory[:, 2] == 1 + model_id).all()
         assert unlink(reader, 1) == SUCCESS
         assert wait_until(lambda: state.tables_nbytes == 0)
+
+
+def endless(scene: Scene, number: int) -> bytes:
+    """A push whose source never comes, for nobody dials the connection on which it would; it waits for that."""
+    bases = np.full(2, scene.memory[0].ctypes.data, "<u8").tobytes()
+    block = np.zeros(1, "<u8").tobytes()
+    one = m.Offer(id=number, kind="layers", part_tensors=2, source_id=1, unit_nbytes=64)
+    ready = m.PartReady(id=number, offer_id=number, part=0, lease_id=1, lease=m.Word(), time_left_ms=60_000)
+    return frame(one, block, block, bases) + frame(ready)
+
+
+def test_g17_an_offer_that_was_ended_counts_until_its_work_has_let_go_of_it(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(limits.JOBS):
+        scene.link.send(endless(scene, number))
+    link = next(iter(scene.state.by_token.values()))
+    assert wait_until(lambda: len(scene.state.flights.where(lambda f: f.uses(link))) == limits.JOBS)
+    held = scene.state.offers.taken
+    scene.state.offers = Budget(held + 30_000, held + 30_000)  # the next one fits, the one after it does not
+    scene.state.offers.take(link.token, held)
+    big = (bytes(8000), bytes(8000), bytes(16))
+    answers = [scene.ask(offer(50), part(50), m.EndOffer(offer_id=50), lists=big)]
+    while isinstance(answers[0], m.NeedConnections):
+        answers = [scene.link.hear()]
+    assert answers[0].code == LLMStatusCode.LLM_TIMEOUT and "withdrawn" in answers[0].text
+    assert scene.state.offers.taken > held + 16_000, "the work that waits for its turn still has it"
+    scene.link.send(frame(offer(51), *big) + frame(part(51)))
+    refused: Any = None
+    assert wait_until(lambda: 51 in peer_of(link).offers)
+    refused = peer_of(link).offers[51]
+    assert refused.nbytes == 0, "there is no room for it"
+    scene.link.send(b"".join(frame(m.EndOffer(offer_id=number)) for number in (*range(limits.JOBS), 51)))
+    assert wait_until(lambda: scene.state.offers.taken == 0)
+    assert wait_until(lambda: peer_of(link).parts == 0)
+
+
+def test_g17_what_all_peers_have_published_is_counted(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wait_until(lambda: scene.state.sources_nbytes > 0)
+    held = scene.state.sources_nbytes
+    monkeypatch.setattr(limits, "SOURCES_ENGINE_NBYTES", held + 2000)
+    other = msgspec.structs.replace(ENTRY, cache_id=2)
+    scene.link.send(frame(m.Publish(entry=other), b""))
+    scene.link.send(frame(m.Withdraw(cache_ids=(2,))))
+    assert wait_until(lambda: scene.state.sources_nbytes == held), "what is withdrawn counts no more"
+    for number in range(2, 4):
+        scene.link.send(frame(m.Publish(entry=msgspec.structs.replace(ENTRY, cache_id=number)), b""))
+    assert scene.ask() is None, "it is dropped"
+    assert wait_until(lambda: scene.state.sources_nbytes == 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"src_layers": (0, 1 << 63)}, {"dst_layers": (-1, 2)}, {"target": m.KeyRef(kind="x")}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_g15_an_offer_that_breaks_the_protocol_is_its_peers_fault(
+    scene: Scene, wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = msgspec.structs.replace(offer(1), **wrong)
+    assert scene.ask(bad, part(1), lists=LISTS) is None
+    assert wait_until(lambda: not scene.state.by_token), "which is told by then"
+    records = [r for r in caplog.records if r.levelname != "INFO"]
+    assert [(r.levelname, bool(r.exc_info)) for r in records] == [("WARNING", False)]
+    assert "broke the protocol" in records[0].getMessage()
+
+
+def test_g18_peers_that_wait_look_seldom_however_much_changes(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together a number of times a second; one alone at once."""
+    monkeypatch.setattr(limits, "LOOKS", 100)
+    looks: list[int] = []
+    link = next(iter(scene.state.by_token.values()))
+    with scene.state.lock:
+        flight = scene.state.flights.begin(Flight(link, (scene.cache.cache_id,)))
+    where = scene.state.flights.where
+    monkeypatch.setattr(scene.state.flights, "where", lambda chosen: looks.append(1) or where(chosen))
+    for number in range(limits.JOBS):
+        scene.link.send(frame(m.Settle(id=number, time_left_ms=60_000)))
+    assert wait_until(lambda: scene.state.asks == limits.JOBS)
+    looks.clear()
+    began = time.monotonic()
+    while time.monotonic() < began + 0.5:
+        with scene.state.lock:
+            scene.state.condition.notify_all()
+        time.sleep(0.0005)
+    assert len(looks) <= 100 * (time.monotonic() - began) + 2 * limits.JOBS
+    scene.state.flights.end(flight)
+    assert wait_until(lambda: scene.state.asks == 0)
+
+
+def test_g17_one_call_has_one_end_that_is_made_ready(scene: Scene) -> None:
+    endings = scene.me._engine._endings  # type: ignore[union-attr]
+    link = next(iter(scene.state.by_token.values()))
+    endings.park(link, 7, "x", b"y")
+    with pytest.raises(ParamInvalidError, match="already"):
+        endings.park(link, 7, "x", b"y")
+    endings.decide((link, 7), ok=False)
+    assert not endings._queue._held[link.cluster_id]

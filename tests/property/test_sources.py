@@ -29,8 +29,8 @@ def test_g16_what_the_owner_takes_for_published_the_reader_has(steps: list[tuple
             mine.put(cache_id, word, nbytes)
         assert theirs.use(cache_id) == mine.use(cache_id) is not None
         for side in (mine, theirs):
-            assert side._nbytes == sum(size for _, size in side._kept.values())
-            assert side._nbytes <= SOURCES_NBYTES or len(side._kept) == 1
+            assert side.nbytes == sum(size for _, size in side._kept.values())
+            assert side.nbytes <= SOURCES_NBYTES or len(side._kept) == 1
 
 
 def test_g16_what_was_not_used_for_longest_goes_first() -> None:
@@ -43,4 +43,4 @@ def test_g16_what_was_not_used_for_longest_goes_first() -> None:
     assert kept.use(2) is None and kept.use(1) == 10 and kept.use(3) == 30
     kept.put(4, 40, 2 * sources.SOURCES_NBYTES)
     assert kept.use(4) == 40 and kept.use(1) is kept.use(3) is None
-    assert kept.drop(4) and not kept.drop(4) and kept._nbytes == 0
+    assert kept.drop(4) and not kept.drop(4) and kept.nbytes == 0

@@ -167,9 +167,13 @@ SOURCES_NBYTES = _limit(
     16 << 20,
     "caches that its pushes may read: some thousand of hundreds of tensors",
 )
+SOURCES_ENGINE_NBYTES = _limit(
+    "SOURCES_ENGINE_NBYTES", "engine", 1 << 30, "those of all peers; who adds to it is dropped"
+)
 PARTS = _limit("PARTS", "link", 1 << 16, "layers that may be read and wait for it")
 JOBS = _limit("JOBS", "link", 8, "threads that read its pushes, or wait to answer one kind of its questions")
 ASKED = _limit("ASKED", "link", 64, "Unlink and Settle that wait for the end of transfers")
+LOOKS = _limit("LOOKS", "engine", 500, "a second, of all that wait so, whether the transfers have ended")
 TABLE_NBYTES = _limit(
     "TABLE_NBYTES",
     "link",

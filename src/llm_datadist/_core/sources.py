@@ -20,19 +20,23 @@ ENTRY_NBYTES = 1024  # what each costs besides
 
 @dataclass(slots=True)
 class Sources(Generic[T]):
-    """Those of one side. ``T``: what is kept of one: its word at the owner, its description at the reader."""
+    """Those of one side. ``T``: what is kept of one: its word at the owner, its description at the reader.
 
+    Attributes:
+        nbytes: What all of them count.
+    """
+
+    nbytes: int = 0
     _kept: dict[int, tuple[T, int]] = field(default_factory=dict)
-    _nbytes: int = 0
 
     def put(self, cache_id: int, kept: T, nbytes: int) -> None:
         """It was published, with so many bytes of addresses and the like. The last one has room in any case."""
         self.drop(cache_id)
-        self._nbytes += (
+        self.nbytes += (
             nbytes + ENTRY_NBYTES
         )  # first: an interrupted caller may count too much, never too little
         self._kept[cache_id] = kept, nbytes + ENTRY_NBYTES
-        while self._nbytes > SOURCES_NBYTES and len(self._kept) > 1:
+        while self.nbytes > SOURCES_NBYTES and len(self._kept) > 1:
             self.drop(next(iter(self._kept)))
 
     def use(self, cache_id: int) -> T | None:
@@ -47,5 +51,5 @@ class Sources(Generic[T]):
         """It is published no more; whether it was."""
         found = self._kept.pop(cache_id, None)
         if found is not None:
-            self._nbytes -= found[1]
+            self.nbytes -= found[1]
         return found is not None

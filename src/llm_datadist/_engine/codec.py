@@ -116,6 +116,16 @@ def offer_nbytes(frame: Frame, offer: Offer, source: RemoteCache) -> int:
     return lists + notice + source.addresses.nbytes + len(source.token) + _OFFER_NBYTES
 
 
+def check_offer(offer: Offer) -> None:
+    """What no peer of ours says is a breach of the protocol here, and no failure of the work later."""
+    if offer.part_tensors < 1 or offer.kind not in ("cache", "blocks", "layers"):
+        raise ProtocolError(f"offer of kind {offer.kind!r} with parts of {offer.part_tensors} tensors")
+    for layers in (offer.src_layers, offer.dst_layers):
+        layers_of(layers)
+    if offer.target is not None:
+        key_name(offer.target)
+
+
 def emptied(offer: Offer, source: RemoteCache) -> tuple[Frame, Offer, RemoteCache]:
     """What is kept of an offer for which there is no room: enough to refuse its parts."""
     rest = msgspec.structs.replace(offer, notify=None)

@@ -71,8 +71,11 @@ class Draining:
             state.flights.cut(is_meant, CacheNotExistError(f"{text}; register it there (again), then retry"))
         with state.lock:
             begun = set(state.flights.where(is_meant))
-            left = max(0.0, min(deadline - time.monotonic(), _LONGEST_WAIT_S))
-            ended = state.condition.wait_for(lambda: not state.flights.where(begun.__contains__), left)
+            while not (ended := not state.flights.where(begun.__contains__)):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                state.wait_asked(min(left, _LONGEST_WAIT_S))
         code = LLMStatusCode.LLM_SUCCESS if ended else LLMStatusCode.LLM_LINK_BUSY
         tell(link, Done(id=message.id, code=code, text="" if ended else "transfers are in flight"))
 

@@ -106,12 +106,14 @@ class Endings:
         """Makes the notification of a push ready, whose data is here.
 
         Raises:
-            ParamInvalidError: Longer than is allowed.
+            ParamInvalidError: Longer than is allowed, or there is one of that id.
             OutOfMemoryError: The queue is full.
             LinkFailedError: The link has ended, so that nobody will decide.
         """
         notify = _checked(link, name, text)
         with self._state.lock:
+            if (link, offer_id) in self._ready:
+                raise ParamInvalidError(f"the end of call {offer_id} was asked for already")
             if link.down_reason is not None:
                 raise LinkFailedError(f"{describe(link)}: the link went down: {link.down_reason}")
             self._queue.park((link, offer_id), notify, alone=self._state.is_alone(link))

@@ -141,6 +141,7 @@ class Handler:
                 state.leases.end(lease)
             peer.routes.clear()
             state.tables_nbytes -= peer.table.nbytes
+            state.sources_nbytes -= peer.sources.nbytes
             if state.is_read_registered(link) and not peer.unlinked:
                 state.reader_lost_at = time.monotonic()
             state.condition.notify_all()
@@ -197,8 +198,6 @@ class Handler:
             case Withdraw():
                 with self._state.lock:
                     self._state.note_withdrawn(peer_of(link), message.cache_ids)
-                    for cache_id in message.cache_ids:
-                        peer_of(link).sources.drop(cache_id)
             case NeedConnections():
                 self._connect(link, message)
             case Unlink() | Settle():
@@ -231,8 +230,10 @@ class Handler:
 
         def run() -> None:
             try:
+                self._state.count_asks(1)
                 job()
             finally:
+                self._state.count_asks(-1)
                 peer.count_asked(-1)
 
         self._state.workers.submit(key, run)

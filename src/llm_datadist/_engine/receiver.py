@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 
 import numpy as np
 
@@ -47,6 +48,7 @@ _LOG = get_logger("llm_datadist.engine")
 _TOGETHER_NBYTES = 8 << 20
 _MOST_TOGETHER_NBYTES = 32 << 20
 _TOGETHER_S = 0.05
+_WITHDRAWN = "withdrawn by its initiator"
 
 
 class Receiver:
@@ -65,7 +67,7 @@ class Receiver:
             raise ProtocolError(f"cache {entry.cache_id} was published with keys")
         cache = codec.remote_cache(entry, addresses, by_address=peer_of(link).by_address)
         with self._state.lock:
-            peer_of(link).sources.put(cache.cache_id, cache, codec.published_nbytes(entry, addresses))
+            self._state.note_published(peer_of(link), cache, codec.published_nbytes(entry, addresses))
 
     def offer(self, link: Link, frame: Frame, message: Offer) -> None:
         """Notes an offer; its parts come next."""
@@ -83,10 +85,7 @@ class Receiver:
         if not held:
             (frame, message, source), nbytes = codec.emptied(message, source), 0
         src_blocks, dst_blocks, addresses = (codec.u64(codec.attachment(frame, at)) for at in range(3))
-        if message.part_tensors < 1 or message.kind not in ("cache", "blocks", "layers"):
-            raise ProtocolError(
-                f"offer of kind {message.kind!r} with parts of {message.part_tensors} tensors"
-            )
+        codec.check_offer(message)
         offer = ReceivedOffer(link, message, source, src_blocks, dst_blocks, addresses, nbytes)
         offers[message.id] = offer
         try:
@@ -125,12 +124,18 @@ class Receiver:
         offer = peer_of(link).offers.pop(message.offer_id, None)
         if not isinstance(offer, ReceivedOffer):
             return
-        self._state.offers.give(link.token, offer.nbytes)
         with offer.lock:
             offer.ended = True
+            parts, offer.waiting = offer.waiting, deque()
             flight = offer.flight
+            held = offer.running  # by its work, also where that still waits for its turn
+        peer_of(link).count_part(-len(parts))
+        if not held:
+            self._state.offers.give(link.token, offer.nbytes)
+        for part, _ in parts:
+            _reply(link, part, LLMStatusCode.LLM_TIMEOUT, _WITHDRAWN)
         if flight is not None:
-            flight.cut(TransferTimeoutError("withdrawn by its initiator"))
+            flight.cut(TransferTimeoutError(_WITHDRAWN))
         self._endings.decide((link, message.offer_id), ok=message.ok)
 
     # ---- moving (workers) ----------------------------------------------------------------------------------
@@ -152,7 +157,11 @@ class Receiver:
                     break
                 parts.append(offer.waiting.popleft())
             offer.running = bool(parts)
+            over = offer.ended and not parts
         peer_of(offer.link).count_part(-len(parts))
+        if over:
+            link = offer.link
+            link.call_soon(lambda: self._state.offers.give(link.token, offer.nbytes))
         return parts
 
     def _together(self, offer: ReceivedOffer, messages: list[PartReady]) -> None:
@@ -252,7 +261,7 @@ class Receiver:
             offer.flight = flight
             ended = offer.ended
         if ended:
-            flight.cut(TransferTimeoutError("withdrawn by its initiator"))
+            flight.cut(TransferTimeoutError(_WITHDRAWN))
         return flight
 
     def _move(

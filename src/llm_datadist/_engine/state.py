@@ -34,7 +34,7 @@ from llm_datadist._engine.workers import Workers
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._link.service import LinkService
 from llm_datadist._waiting import Changes
-from llm_datadist._wire.framing import Buffer
+from llm_datadist._wire.framing import Buffer, ProtocolError
 from llm_datadist._wire.messages import CacheEntry, Message
 from llm_datadist.caches import Cache
 from llm_datadist.devices.slab import Slab
@@ -195,6 +195,8 @@ class State:
         self.comm_holds: Counter[int] = Counter()  # comms that want the link to a cluster
         self.comms_alive = 0
         self.tables_nbytes = 0  # of our copies of peers' tables
+        self.sources_nbytes = 0  # of the caches that peers have published
+        self.asks = 0  # of peers, that wait for the end of transfers
         self.offers = Budget(limits.OFFERS_NBYTES, limits.OFFERS_ENGINE_NBYTES)
         self.on_link_change: Callable[[int], None] = lambda cluster_id: None  # control thread; must not block
 
@@ -233,11 +235,48 @@ class State:
         self.tables_nbytes += table.nbytes - before
 
     def note_withdrawn(self, peer: Peer, cache_ids: Iterable[int]) -> None:
-        """Takes caches out of our copy of a peer's table. The caller holds the lock."""
-        before = peer.table.nbytes
+        """These caches of a peer are in its table no more, nor published. The caller holds the lock."""
+        before, published = peer.table.nbytes, peer.sources.nbytes
         for cache_id in cache_ids:
             peer.table.drop(cache_id)
+            peer.sources.drop(cache_id)
         self.tables_nbytes += peer.table.nbytes - before
+        self.sources_nbytes += peer.sources.nbytes - published
+
+    def note_published(self, peer: Peer, cache: RemoteCache, nbytes: int) -> None:
+        """Enters a cache that a peer's offers may read. The caller holds the lock.
+
+        Raises:
+            ProtocolError: All peers together have published too much.
+        """
+        before = peer.sources.nbytes
+        peer.sources.put(cache.cache_id, cache, nbytes)
+        self.sources_nbytes += peer.sources.nbytes - before
+        if self.sources_nbytes > limits.SOURCES_ENGINE_NBYTES:
+            raise ProtocolError(
+                f"what is known of the caches that peers have published takes {self.sources_nbytes >> 20} MiB"
+            )
+
+    def count_asks(self, change: int) -> None:
+        """One more or less of them."""
+        with self.lock:
+            self.asks += change
+
+    def wait_asked(self, timeout_s: float) -> None:
+        """Waits for a change, for one of the peers that have asked for it. The caller holds the lock.
+
+        All of them together look ``limits.LOOKS`` times a second, however many they are and however much changes.
+        """
+        looked_at = time.monotonic()
+        self.condition.wait(timeout_s)
+        waited_s = time.monotonic() - looked_at
+        rest_s = min(self.asks / limits.LOOKS, timeout_s) - waited_s
+        if self.asks > 1 and rest_s > 0:
+            self.lock.release()
+            try:
+                time.sleep(rest_s)
+            finally:
+                self.lock.acquire()
 
     def is_read_registered(self, link: Link) -> bool:
         """Whether the peer reads by an engine that knows our memory by registration."""
