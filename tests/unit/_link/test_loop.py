@@ -14,9 +14,11 @@ from collections.abc import Iterator
 import pytest
 
 from llm_datadist import OutOfMemoryError
-from llm_datadist._link.loop import MIN_PURGE, ControlLoop
+from llm_datadist._link.loop import ERROR_PAUSE_S, LATE_S, MIN_PURGE, ControlLoop
+from llm_datadist.testing.stopwatch import Stopwatch
 from tests.support.shortage import Shortage
 from tests.support.steps import Steps
+from tests.support.world import wait_until
 
 
 @pytest.fixture
@@ -43,12 +45,16 @@ def test_timers_run_by_time_and_can_be_cancelled(loop: ControlLoop) -> None:
     order: list[str] = []
     done = threading.Event()
     now = time.monotonic()
-    loop.call_at(now + 0.06, done.set)
-    loop.call_at(now + 0.04, lambda: order.append("b"))
-    loop.call_at(now + 0.02, lambda: order.append("a"))
-    handle = loop.call_at(now + 0.03, lambda: order.append("never"))
-    handle.cancel()
-    handle.cancel()
+
+    def set_up() -> None:  # on the thread, so that none runs before the cancel
+        loop.call_at(now + 0.06, done.set)
+        loop.call_at(now + 0.04, lambda: order.append("b"))
+        loop.call_at(now + 0.02, lambda: order.append("a"))
+        handle = loop.call_at(now + 0.03, lambda: order.append("never"))
+        handle.cancel()
+        handle.cancel()
+
+    loop.call_soon(set_up)
     assert done.wait(5) and order == ["a", "b"]
     assert time.monotonic() - now >= 0.06
 
@@ -91,21 +97,25 @@ def test_a_timer_knows_by_when_everything_was_read(loop: ControlLoop) -> None:
 def test_a_late_turn_is_told(loop: ControlLoop) -> None:
     told: list[float] = []
     done = threading.Event()
+    watch = Stopwatch()
     loop.on_late = told.append
     loop.call_soon(lambda: None)
     loop.call_at(time.monotonic() + 0.01, lambda: threading.Event().wait(0.5) and None)
     loop.call_at(time.monotonic() + 0.6, done.set)
     assert done.wait(5)
-    assert len(told) == 1 and 0.4 <= told[0] < 1.0
+    late = sum(told)
+    assert late >= 0.4 and watch.took(watch.began + late).within(1.0)
+    assert len(told) == 1 or watch.took().stalled > LATE_S  # a busy machine makes other turns late as well
 
 
 def test_an_idle_loop_is_never_late(loop: ControlLoop) -> None:
     told: list[float] = []
     loop.on_late = told.append
     done = threading.Event()
+    watch = Stopwatch()
     done.wait(0.4)
     loop.call_soon(done.set)
-    assert done.wait(5) and told == []
+    assert done.wait(5) and (told == [] or watch.took().stalled > LATE_S)
 
 
 def test_an_exception_does_not_end_the_thread(loop: ControlLoop, caplog: pytest.LogCaptureFixture) -> None:
@@ -189,22 +199,26 @@ def test_g14_a_socket_at_rest_wakes_nobody_until_its_time(loop: ControlLoop) -> 
 
 def test_g14_what_is_unregistered_at_rest_does_not_come_back(loop: ControlLoop) -> None:
     left, right = socket.socketpair()
-    seen: list[int] = []
-    done = threading.Event()
-    loop.call_soon(lambda: loop.register(left, selectors.EVENT_READ, seen.append))
+    with left, right:
+        seen: list[int] = []
+        done = threading.Event()
 
-    def end() -> None:
-        loop.rest(left, 0.01)
-        loop.rest(left, 0.01)
-        loop.unregister(left)
-        left.close()
-        loop.rest(left, 0.01)
-        loop.call_at(time.monotonic() + 0.05, done.set)
+        def register_and_end() -> None:
+            loop.register(left, selectors.EVENT_READ, seen.append)
+            loop.rest(left, 0.01)
+            loop.rest(left, 0.01)
+            loop.unregister(left)
+            loop.rest(left, 0.01)
+            loop.call_at(time.monotonic() + 0.05, close)
 
-    loop.call_soon(end)
-    right.send(b"x")
-    assert done.wait(5) and len(seen) <= 1
-    right.close()
+        def close() -> None:
+            left.close()
+            loop.rest(left, 0.01)
+            loop.call_at(time.monotonic() + 0.05, done.set)
+
+        right.send(b"x")
+        loop.call_soon(register_and_end)
+        assert done.wait(5) and seen == []
 
 
 def test_g14_a_rest_is_longer_where_the_system_has_no_room(
@@ -242,20 +256,20 @@ def test_g14_a_callback_that_fails_is_not_called_in_a_spin(
 ) -> None:
     left, right = socket.socketpair()
     with left, right:
-        calls: list[int] = []
+        calls: list[float] = []
 
         def fail(events: int) -> None:
-            calls.append(events)
+            calls.append(time.monotonic())
             raise MemoryError
 
         loop.call_soon(lambda: loop.register(left, selectors.EVENT_READ, fail))
         right.send(b"x")
-        threading.Event().wait(0.3)
+        assert wait_until(lambda: len(calls) >= 4)
         ended = threading.Event()
         loop.call_soon(lambda: loop.unregister(left))
         loop.call_soon(ended.set)
         assert ended.wait(5)
-        assert 2 <= len(calls) <= 8
+        assert all(later - call >= ERROR_PAUSE_S for call, later in itertools.pairwise(calls))
 
 
 def test_g3_a_loop_whose_thread_cannot_be_started_can_be_started_later(
