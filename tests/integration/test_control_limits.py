@@ -13,6 +13,7 @@ from llm_datadist._core import limits
 from llm_datadist._link.connection import Connection
 from llm_datadist._wire.messages import Done, Finish, Ping, Pong, Unlink
 from llm_datadist.status import LLMStatusCode
+from llm_datadist.testing.stopwatch import Stopwatch
 from tests.support.attacks import frame
 from tests.support.links import Engine
 from tests.support.raw_links import RawPeer
@@ -74,12 +75,14 @@ def test_g17_all_links_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) ->
         first.link(1, 8)
         second.link(1, 9)
         assert engine.notes.wait_for(lambda: len(engine.notes.ups) == 2)
-        for link in engine.notes.ups:
-            for _ in range(16):
-                link.send(Finish(id=1), [bytes(MIB)])
+        one, other = engine.notes.ups
+        for _ in range(16):
+            one.send(Finish(id=1), [bytes(MIB)])
+        for _ in range(48):  # the system takes some of it, how much differs
+            other.send(Finish(id=1), [bytes(MIB)])
         assert engine.notes.wait_for(lambda: bool(engine.notes.downs))
         ((link, reason),) = engine.notes.downs
-        assert link is engine.notes.ups[1] and "does not read" in reason
+        assert link is other and "does not read" in reason
 
 
 def test_g18_a_flood_has_its_share_and_others_their_turns() -> None:
@@ -89,18 +92,18 @@ def test_g18_a_flood_has_its_share_and_others_their_turns() -> None:
         peer.link(1, 9)
         pings = frame(Ping(id=7)) * 20_000
         flood.sock.setblocking(False)
-        began, worst = time.monotonic(), []
+        began, answered = time.monotonic(), []
         while time.monotonic() < began + 0.5:
             for attempt in (lambda: flood.sock.send(pings), lambda: flood.sock.recv(MIB)):
                 try:
                     attempt()
                 except BlockingIOError:
                     continue
-            asked = time.monotonic()
+            asked = Stopwatch()
             peer.say(Ping(id=1))
             assert isinstance(peer.hear(), Pong)
-            worst.append(time.monotonic() - asked)
-        assert sorted(worst)[len(worst) // 2] < 0.01
+            answered.append(asked.within(0.01))
+        assert sum(answered) > len(answered) // 2
         busy = [conn for conn in engine.service._driver._conns.values() if conn.session.frames_in > 5000]
         assert len(busy) == 1, "and the flood was served all the while"
 

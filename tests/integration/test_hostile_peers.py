@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from llm_datadist import LLMStatusCode
+from llm_datadist.testing.stopwatch import own_wait
 from tests.support import actors, attacks, notify_actors
 from tests.support.pair import D_ID, P_ID, Pair, Shape, of_model
 from tests.support.pool import Spawner
@@ -23,13 +25,21 @@ LAST = ("nice", "-n", "19")  # the hostile peer is on another machine: its own w
 SHAPE = Shape(tensors=2, dim0=256, stride=1024)
 
 
-def pull_times(w: World, key: Any, name: str, seconds: float) -> list[float]:
-    """Pulls of one block for so long; how long each took."""
+def pull_times(w: World, key: Any, name: str, seconds: float, owner: int) -> list[float]:
+    """Pulls of one block for so long; what each took, without what these two processes waited for a processor."""
     times, until = [], time.monotonic() + seconds
-    while (began := time.monotonic()) < until:
+    while time.monotonic() < until or not times:
+        waited, began = _waited(owner), time.monotonic()
         actors.pull_blocks(w, key, name, [3], [5])
-        times.append(time.monotonic() - began)
+        took = time.monotonic() - began
+        times.append(took - max(0.0, _waited(owner) - waited))
     return times
+
+
+def _waited(owner: int) -> float:
+    """Seconds, of all threads of this process and the owner."""
+    tasks = (f"/proc/{pid}/task" for pid in (os.getpid(), owner))
+    return sum(own_wait(f"{task}/{tid}") for task in tasks for tid in os.listdir(task)) / 1e9
 
 
 def where(w: World, name: str) -> list[int]:
@@ -56,8 +66,10 @@ class Scene:
 
     def median(self, seconds: float) -> float:
         """Of the best of four stretches: other work on the machine comes and goes, the attack does not."""
-        pull = self.pair.d.call
-        return min(statistics.median(pull(pull_times, of_model(0), "dst", seconds / 4)) for _ in range(4))
+        pull, owner = self.pair.d.call, self.pair.p.pid
+        return min(
+            statistics.median(pull(pull_times, of_model(0), "dst", seconds / 4, owner)) for _ in range(4)
+        )
 
     def attack(self, name: str, seconds: float) -> tuple[float, float, int]:
         """Medians of honest pulls before and beside it, and what P's memory grew by."""

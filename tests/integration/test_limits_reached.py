@@ -16,6 +16,7 @@ import pytest
 
 import llm_datadist as dd
 from llm_datadist import LLMException, LLMStatusCode
+from llm_datadist.testing.stopwatch import Stopwatch, Taken
 from tests.support import actors, notify_actors
 from tests.support.pair import D_ID, P_ID, SUCCESS, Combo, Pair, Shape, of_model
 from tests.support.peers import Outcome, Peer
@@ -186,12 +187,12 @@ def no_thread() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
 
 
-def init_without(w: World, values: dict[str, str]) -> tuple[LLMStatusCode, str, float]:
+def init_without(w: World, values: dict[str, str]) -> tuple[LLMStatusCode, str, Taken]:
     engine = dd.LLMDataDist(dd.LLMRole.MIX, 7)
-    began = time.monotonic()
+    watch = Stopwatch()
     with no_thread(), pytest.raises(LLMException) as told:
         engine.init(values)
-    return told.value.status_code, str(told.value), time.monotonic() - began
+    return told.value.status_code, str(told.value), watch.took()
 
 
 def without_until_told(w: World) -> None:
@@ -219,8 +220,8 @@ def test_g3_init_without_a_thread(spawn: Spawner) -> None:
     before = p.call(actors.resources)
     values = actors.options("B", "auto", "127.0.0.1:0")
     for _ in range(2):
-        code, text, elapsed_s = p.call(init_without, values)
-        assert code == OUT and elapsed_s < 0.5
+        code, text, took = p.call(init_without, values)
+        assert code == OUT and took.within(0.5)
         assert (
             "RLIMIT_NPROC (ulimit -u, of all processes of the user) is 1" in text
             and "raise the limit" in text

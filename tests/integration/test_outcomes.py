@@ -289,8 +289,10 @@ def test_g1_a_key_that_nobody_pulled_is_there(pair_a: Pair) -> None:
     pair.d.call(allocated.close_gate)
     pair.d.call(notify_actors.start, "pull_cache_async", CacheKey(P_ID, 5), "dst", notify=("n", b""))
     assert pair.d.call(allocated.gate_reached)
-    assert pair.d.start(notify_actors.cancel)
+    cancelling = pair.d.start(notify_actors.cancel)
+    assert pair.d.call(notify_actors.is_cut)
     pair.d.call(allocated.open_gate)
+    assert cancelling.result()[0]
     assert pair.d.call(notify_actors.finish)[0] == CANCELLED
     assert pair.p.call(outcome_actors.leases_end)
     assert pair.p.call(notify_actors.get_notifies) == []

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 from llm_datadist import CacheTask
 from llm_datadist.testing.stopwatch import Stopwatch, Taken
-from tests.support.world import World
+from tests.support.world import World, wait_until
 
 
 def send_notify(w: World, cluster_id: int, name: str, message: bytes) -> None:
@@ -28,9 +27,7 @@ def get_notifies(w: World) -> list[tuple[int, str, bytes]]:
 def await_notifies(w: World, count: int, timeout: float = 5.0) -> list[tuple[int, str, bytes]]:
     """Until so many have come."""
     found: list[tuple[int, str, bytes]] = []
-    deadline = time.monotonic() + timeout
-    while len(found) < count and time.monotonic() < deadline:
-        found += get_notifies(w)
+    wait_until(lambda: len(found) >= count or found.extend(get_notifies(w)) or len(found) >= count, timeout)
     return found
 
 
@@ -50,6 +47,12 @@ def cancel(w: World, task: str = "task") -> tuple[bool, Taken]:
     """What ``cancel`` says, and how long it takes."""
     watch = Stopwatch()
     return w.extras[task].cancel(), watch.took()
+
+
+def is_cut(w: World) -> bool:
+    """Whether a call under way is told to end; waits for it."""
+    state = w.dist._engine._state
+    return wait_until(lambda: bool(state.flights.where(lambda flight: flight.error is not None)))
 
 
 def many(w: World, method: str, key: Any, name: str, calls: list[tuple[Any, ...]]) -> list[Any]:
