@@ -266,9 +266,7 @@ class LinkDriver:
         self._handshakes.drop(conn)
         if error and (conn.ticket is None or conn.link is not None):  # else the dial's failure says it
             text = "closed the connection of %s: it broke the protocol: %s"
-            self.log.say(
-                logging.WARNING, conn.peer_address, text, conn.peer_address, reason[: limits.LINE_CHARS]
-            )
+            self.log.say(logging.WARNING, conn.peer_address, text, conn.peer_address, reason)
         self._table.closed(conn.number)
         if conn.link is not None:
             conn.link.peer_left = conn.session.peer_left
