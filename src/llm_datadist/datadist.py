@@ -223,7 +223,8 @@ class LLMDataDist(Links):
         cluster_id = check_uint64("remote_cluster_id", remote_cluster_id)
         return engine.send_notify(cluster_id, checked_notice("name", name, "message", message))
 
-    def get_notifies(self) -> list[Notify]:
+    @handed_in
+    def get_notifies(self) -> Errand[list[Notify]]:
         """All notifications that peers have sent since the last call, in the order of their coming."""
         return self._live().notifies()
 

@@ -271,9 +271,23 @@ class Send(Call):
         assert texts.count(result) == 1 and len(set(texts)) == len(texts)
 
 
+class Take(Call):
+    """What a peer has sent is taken once, whoever was interrupted."""
+
+    def prepare(self, two: Two) -> None:
+        two.owner.send_notify(2, "first", b"")
+        two.owner.send_notify(2, "second", b"")
+
+    def make(self, two: Two) -> list[str]:
+        return [notify.name for notify in two.reader.get_notifies()]
+
+    def done(self, two: Two, result: list[str]) -> None:
+        assert result == ["first", "second"]
+
+
 CALLS: list[Callable[[], Call]] = [
     Allocate, Deallocate, Register, TakeOver, Unregister, RemoveKey, Link, Unlink, Pull, PullOne, PullAsync, Push,
-    PushLayers, Copy, Send,
+    PushLayers, Copy, Send, Take,
 ]  # fmt: skip
 NEEDS_B: list[object] = [Push]
 IN_THE_CALLER: list[object] = [Pull, PullOne, Copy]

@@ -121,3 +121,13 @@ class NoticeQueue:
         self._waiting.clear()
         self._held = Counter(notify.cluster_id for notify in self._parked.values())
         return taken
+
+    def put_back(self, taken: list[Notify]) -> None:
+        """Its caller has not got what was taken: the next one has it, before what has come since."""
+        self._waiting.extendleft(reversed(taken))
+        self._held.update(notify.cluster_id for notify in taken)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be taken."""
+        return not self._waiting

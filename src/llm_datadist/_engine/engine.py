@@ -288,9 +288,10 @@ class Engine:
         """See ``Notifications.send``."""
         return self.errand("send_notify", lambda call: self._notifications.send(cluster_id, notice, call))
 
-    def notifies(self) -> list[Notify]:
-        """See ``Notifications.take``."""
-        return self._notifications.take()
+    def notifies(self) -> Errand[list[Notify]]:
+        """See ``Notifications.take``. Mostly there are none, which whoever asks sees at once."""
+        here = self._notifications.none_came
+        return Errand("get_notifies", self._state.desk, self._notifications.take, here=here)
 
     def push_layers(self, request: PushLayers) -> Errand[CacheTask]:
         """See ``LayerPusher.push_layers``."""

@@ -70,6 +70,7 @@ class Errand(Generic[T]):
         job: Does it; is given the errand, to say how it is cut and undone.
         limit_s: How long the caller waits at most, and what it raises then; None: until it is done.
         or_here: Where there is no thread, the caller does it.
+        here: The caller does it in any case: there is nothing to change.
 
     Attributes:
         threads: System ids of those that it has for itself.
@@ -85,9 +86,11 @@ class Errand(Generic[T]):
         limit_s: tuple[float, Exception] | None = None,
         *,
         or_here: bool = False,
+        here: bool = False,
     ) -> None:
         self.name = name
         self.or_here = or_here
+        self.here = here
         self.threads: list[int] = []
         self.kept = False
         self.dropped = False
@@ -233,7 +236,7 @@ class Desk:
         Raises:
             OutOfMemoryError: There is none, and none can be started.
         """
-        if self.is_forbidden():
+        if errand.here or self.is_forbidden():
             errand.do(is_alone=True)
             return
         if self._serves():

@@ -31,14 +31,26 @@ class Notifications:
         self._queue = queue
         self._endings = endings
 
-    def take(self) -> list[Notify]:
-        """Empties the queue."""
+    @property
+    def none_came(self) -> bool:
+        """Whether there is nothing to take."""
+        return self._queue.is_empty and not self._endings.pending
+
+    def take(self, call: Call) -> list[Notify]:
+        """Empties the queue, which has it all again if the caller is interrupted."""
         state = self._state
         if self._endings.pending and not state.links.on_control_thread():
             self._read_decisions()
         with state.lock:
             state.check_open()
-            return self._queue.take()
+            taken = self._queue.take()
+        if taken:
+            call.on_drop(lambda: self._put_back(taken))
+        return taken
+
+    def _put_back(self, taken: list[Notify]) -> None:
+        with self._state.lock:
+            self._queue.put_back(taken)
 
     def _read_decisions(self) -> None:
         """A call of a peer may be decided by what has come and is not read yet: the peer has it behind it."""
