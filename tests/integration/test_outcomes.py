@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from typing import Any
 
 import pytest
 
 import llm_datadist as dd
-from llm_datadist import CacheKey, LLMStatusCode
+from llm_datadist import BlocksCacheKey, CacheKey, LLMException, LLMStatusCode
 from llm_datadist._core.limits import NOTIFICATIONS
 from tests.support import actors, allocated, notify_actors, outcome_actors
+from tests.support.engines import Engines, unlink
 from tests.support.pair import D_ID, P_ID, SUCCESS, Combo, Pair, Shape, by_id, by_request, make_pair, of_model
 from tests.support.pool import Spawner
+from tests.support.world import wait_until
 
 MIB = 1 << 20
 POOL = {"MemPoolConfig": allocated.pool(8 * MIB, 12)}
@@ -94,6 +98,33 @@ def test_g2_g4_the_destination_has_the_notifications_of_the_pushes_that_succeede
         outcome_actors.calls, "push_blocks", keys, "src", ([1], [2]), notify=True, cancel=ms is None
     )
     assert pair.d.call(outcome_actors.numbers) == succeeded(codes, ms)
+
+
+@pytest.mark.parametrize("rounds", [pytest.param(200), pytest.param(2000, marks=pytest.mark.slow)])
+def test_g2_a_push_and_its_destination_agree_while_that_drops_the_link(rounds: int) -> None:
+    """Its answer may be the last that comes before the link goes, or the first that does not go out any more."""
+    chance = random.Random(9)
+    with Engines("B", "tcp") as engines:
+        target, source = engines.make(1), engines.make(2)
+        engines.blocks(target, model_id=0)
+        cache, _ = engines.blocks(source)
+        for number in range(rounds):
+            engines.link(source, 1, target)
+            pause_s = chance.uniform(0, 0.0015)
+            drop = threading.Thread(target=lambda: (time.sleep(pause_s), unlink(target, 2, force=True)))  # noqa: B023
+            drop.start()
+            try:
+                source.cache_manager.push_blocks(
+                    BlocksCacheKey(1, 0), cache, [0], [0], notify=(str(number), b"")
+                )
+                told = [str(number)]
+            except LLMException as exc:
+                assert exc.status_code in LOST
+                told = []
+            drop.join()
+            assert wait_until(lambda: not target.links(), 5)
+            assert [notify.name for notify in target.get_notifies()] == told
+            unlink(source, 1, force=True)
 
 
 @pytest.mark.parametrize("ms", LATE_OR_CUT)

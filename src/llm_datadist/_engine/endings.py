@@ -20,7 +20,7 @@ from llm_datadist._core.leases import Lease
 from llm_datadist._core.notices import Notice, NoticeQueue, check_notice
 from llm_datadist._engine.allocating import Allocator
 from llm_datadist._engine.state import State, describe, peer_of, tell
-from llm_datadist._link.link import Link
+from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._wire.messages import Decided, Done, Finish
 from llm_datadist.clusters import Notify
 from llm_datadist.status import (
@@ -102,8 +102,10 @@ class Endings:
         """A call has its outcome; nothing if it is known already, or nothing was made ready."""
         self.decide((link, message.finish_id), ok=message.ok)
 
-    def park(self, link: Link, offer_id: int, name: str, text: bytes) -> None:
-        """Makes the notification of a push ready, whose data is here.
+    def park(self, link: Link, offer_id: int, name: str, text: bytes, done: Done) -> None:
+        """Makes the notification of a push ready, whose data is here, and posts the answer that says so.
+
+        In one step for ``link_down``: a push whose initiator was not answered any more has failed.
 
         Raises:
             ParamInvalidError: Longer than is allowed, or there is one of that id.
@@ -114,9 +116,12 @@ class Endings:
         with self._state.lock:
             if (link, offer_id) in self._ready:
                 raise ParamInvalidError(f"the end of call {offer_id} was asked for already")
-            if link.down_reason is not None:
-                raise LinkFailedError(f"{describe(link)}: the link went down: {link.down_reason}")
             self._queue.park((link, offer_id), notify, alone=self._state.is_alone(link))
+            try:
+                link.post(done)
+            except LinkLost as exc:  # also when this side has said goodbye
+                self._queue.withdraw((link, offer_id))
+                raise LinkFailedError(f"{describe(link)}: the link went down: {exc}") from exc
             self._ready[link, offer_id] = None
 
     def decide(self, ticket: Ticket, *, ok: bool) -> None:

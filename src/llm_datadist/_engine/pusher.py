@@ -144,7 +144,12 @@ class Pusher:
         peer_of(flight.link).count_out(answer.nbytes)
 
     def _stop(self, offering: Offering, pending: Pending, reason: str) -> None:
-        """A cut: withdraws, and gives the destination a moment to say that it has stopped."""
+        """A cut: withdraws, and gives the destination a moment to say that it has stopped.
+
+        What it has said before stands: without the link it cannot be told otherwise.
+        """
+        if pending.answered:
+            return
         offering.withdraw()
         self._state.links.call_at(
             time.monotonic() + min(self._state.grace_s, _LONGEST_STOP_S), lambda: pending.fail(reason)

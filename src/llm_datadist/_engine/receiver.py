@@ -192,7 +192,8 @@ class Receiver:
         cost = time.thread_time()
         try:
             nbytes = self._read(offer, [message], started)
-            self._notify(offer)
+            done = Done(id=message.id, code=LLMStatusCode.LLM_SUCCESS, nbytes=nbytes)
+            self._answer(offer, done)
         except LLMException as exc:
             _reply(offer.link, message, exc.status_code, str(exc))
             offer.link.charge(time.thread_time() - cost)
@@ -205,8 +206,6 @@ class Receiver:
                 LLMStatusCode.LLM_FAILED,
                 f"{type(exc).__name__} at the destination: {exc}",
             )
-        else:
-            _reply(offer.link, message, LLMStatusCode.LLM_SUCCESS, "", nbytes)
 
     def _read(self, offer: ReceivedOffer, messages: list[PartReady], started: float) -> int:
         """Moves parts that follow each other; returns their bytes."""
@@ -233,20 +232,22 @@ class Receiver:
             self._state.flights.end(flight)
         return target.nbytes
 
-    def _notify(self, offer: ReceivedOffer) -> None:
-        """The data is there: what the initiator says to it is made ready, unless it has given up."""
+    def _answer(self, offer: ReceivedOffer, done: Done) -> None:
+        """The data is there: what the initiator says to it is made ready, unless it has given up, and it is told."""
         if offer.offer.notify is None:
+            tell(offer.link, done)
             return
         name, text = offer.offer.notify
         with offer.lock:
             if offer.ended:
                 raise TransferTimeoutError("withdrawn by its initiator before its notification")
             try:
-                self._endings.park(offer.link, offer.offer.id, name, text)
+                self._endings.park(offer.link, offer.offer.id, name, text, done)
             except LLMException as exc:
                 raise error_of(
                     exc.status_code, f"the data is complete, but not its notification: {exc}"
                 ) from exc
+        offer.link.flush()
 
     def _begin(self, offer: ReceivedOffer, plan: OfferPlan, target: CacheSlice) -> Flight:
         state = self._state
@@ -392,5 +393,5 @@ def _what(offer: ReceivedOffer) -> str:
     return f"push ({offer.offer.kind}) to {describe_name(codec.key_name(target))}"
 
 
-def _reply(link: Link, message: PartReady, code: LLMStatusCode, text: str, nbytes: int = 0) -> None:
-    tell(link, Done(id=message.id, code=code, text=text, nbytes=nbytes))
+def _reply(link: Link, message: PartReady, code: LLMStatusCode, text: str) -> None:
+    tell(link, Done(id=message.id, code=code, text=text))
