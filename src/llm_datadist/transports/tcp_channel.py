@@ -179,7 +179,7 @@ class TcpRead(Taker):
     def __init__(
         self, pool: ConnectionPool, selector: bytes, destination: Extents, start: int, stop: int
     ) -> None:
-        self.sock = self.cancelled = None
+        self.sock = self.cancelled = self._under_way = None
         self._pool = pool
         self._selector = selector
         self._destination = destination
@@ -190,7 +190,10 @@ class TcpRead(Taker):
     def wait(self, *, deadline: float) -> Progress:
         """Moves the bytes; see the seam."""
         if self._result is None:
-            self._result = self._run(deadline) if self._stop > self._start else Progress(0, self.cancelled)
+            with self.during():
+                self._result = (
+                    self._run(deadline) if self._stop > self._start else Progress(0, self.cancelled)
+                )
         return self._result
 
     def cancel(self, reason: str = "") -> None:

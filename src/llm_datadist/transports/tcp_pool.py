@@ -17,7 +17,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from llm_datadist._shortages import is_shortage, reason_of
@@ -40,11 +40,22 @@ class Taker:
         cancelled: Why the read must not go on.
     """
 
-    __slots__ = ("cancelled", "sock")
+    __slots__ = ("_under_way", "cancelled", "sock")
 
     def __init__(self) -> None:
         self.sock: socket.socket | None = None
         self.cancelled: Fault | None = None
+        self._under_way: threading.Lock | None = None
+
+    def during(self) -> threading.Lock:
+        """Taken by its read from before it takes a connection to its end; then it is over, whatever broke off."""
+        self._under_way = lock = threading.Lock()
+        return lock
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its read has ended."""
+        return self._under_way is not None and not self._under_way.locked()
 
 
 class ConnectionPool:
@@ -140,16 +151,7 @@ class ConnectionPool:
     def reclaim(self, taker: Taker) -> None:
         """An exception ended a read, at whatever step, also of this class: what it held is closed."""
         with self._lock:
-            self._waiting.discard(taker)
-            self._busy.discard(taker)
-            self._dialling.discard(taker)
-            self._asked.clear()  # it may not have come to ask; one too many is closed when it comes in
-            sock, taker.sock = taker.sock, None
-            if sock is not None:  # which may not be in ``_open`` yet
-                self._drop(sock)
-            held = {c.sock for c in self._idle} | {t.sock for t in self._busy}
-            for sock in self._open - held:
-                self._drop(sock)
+            self._reclaim([taker])
             self._changes.notify_all()
 
     def cancel(self, taker: Taker, fault: Fault) -> None:
@@ -182,6 +184,7 @@ class ConnectionPool:
                 self._drop(connection.sock)
             for taker in self._busy:
                 self._cancel(taker, _CLOSED)
+            self._reclaim_all()
             self._changes.notify_all()
 
     def sockets(self) -> list[socket.socket]:
@@ -195,6 +198,23 @@ class ConnectionPool:
     def _drop(self, sock: socket.socket) -> None:
         sock.close()
         self._open.discard(sock)
+
+    def _reclaim(self, takers: Iterable[Taker]) -> None:
+        for taker in takers:
+            self._waiting.discard(taker)
+            self._busy.discard(taker)
+            self._dialling.discard(taker)
+            self._asked.clear()  # it may not have come to ask; one too many is closed when it comes in
+            sock, taker.sock = taker.sock, None
+            if sock is not None:  # which may not be in ``_open`` yet
+                self._drop(sock)
+        held = {c.sock for c in self._idle} | {t.sock for t in self._busy}
+        for sock in self._open - held:
+            self._drop(sock)
+
+    def _reclaim_all(self) -> None:
+        """What reads have left whose ``reclaim`` was interrupted as well."""
+        self._reclaim([t for t in self._busy | self._dialling | self._waiting if t.is_over])
 
     def _lend(self, taker: Taker) -> ReadingConnection:
         connection = self._idle.pop()
@@ -220,6 +240,9 @@ class ConnectionPool:
             return Fault(FaultKind.TIMEOUT, late)
         if self._idle:
             return self._lend(taker)
+        if self._may_grow(taker, now):
+            return None
+        self._reclaim_all()
         return None if self._may_grow(taker, now) else self._changes.ticket()
 
     def _may_wait_instead(self, fault: Fault) -> bool:

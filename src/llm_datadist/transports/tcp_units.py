@@ -34,19 +34,20 @@ class TcpUnits:
     def read(self, unit: int, here: int, *, deadline: float, on_cut: OnCut) -> bool:
         """One request, and its answer."""
         taker = _Reader(self._pool)
-        try:
-            connection = self._pool.take_idle(taker)
-            if connection is None:
-                return False
-            on_cut(taker.cancel)
-            done = connection.read_unit(self, unit, here, deadline, alone=self._pool.readers == 1)
-            on_cut(None)
-            self._pool.give_back(taker, connection)
-        except BaseException:  # an interrupt, which may come at any step of these
-            self._pool.reclaim(taker)
-            on_cut(None)
-            raise
-        return done
+        with taker.during():
+            try:
+                connection = self._pool.take_idle(taker)
+                if connection is None:
+                    return False
+                on_cut(taker.cancel)
+                done = connection.read_unit(self, unit, here, deadline, alone=self._pool.readers == 1)
+                on_cut(None)
+                self._pool.give_back(taker, connection)
+            except BaseException:  # an interrupt, which may come at any step of these
+                self._pool.reclaim(taker)
+                on_cut(None)
+                raise
+            return done
 
     def place(self, iovecs: Iovecs, here: int) -> None:
         """Adds where the unit goes."""
@@ -63,7 +64,7 @@ class _Reader(Taker):
     __slots__ = ("_pool",)
 
     def __init__(self, pool: ConnectionPool) -> None:
-        self.sock = self.cancelled = None
+        self.sock = self.cancelled = self._under_way = None
         self._pool = pool
 
     def cancel(self, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -66,6 +67,35 @@ def test_an_interrupt_at_any_step_leaves_no_connection_behind(
     assert number > 20
     plan = Segments(b"", extents_of(memory_of(1, 8, None)))
     assert rig.channel.read(plan).wait(deadline=time.monotonic() + CALL_S).fault is not None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", [plain, unit])
+def test_g12_a_second_interrupt_before_the_reclaiming_costs_no_connection(
+    make_rig: MakeRig, kind: Callable[[Rig], Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who needs a connection then finds what such reads have left; so does who closes them all."""
+    rig = make_rig(connections=1)
+    pool, refill, call = rig.channel.pool, plain(rig), kind(rig)
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in itertools.count(1):
+        refill()
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "reclaim", interrupted)
+            steps = Steps(number, files=FILES)
+            if not steps.run(call):
+                break
+        refill()
+        assert [c.sock for c in pool._idle] == pool.sockets() and not pool._busy, steps.where
+    assert number > 20
+    monkeypatch.setattr(pool, "reclaim", interrupted)
+    for number in range(1, 20):
+        Steps(number, files=FILES).run(call)
+    pool.close()
+    assert not pool.sockets()
 
 
 def test_only_what_is_nobodys_is_reclaimed(make_rig: MakeRig) -> None:
