@@ -49,6 +49,11 @@ def is_shortage(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, OutOfMemoryError))
 
 
+def is_of_system(error: OSError) -> bool:
+    """Whether the system has reported it, and not a signal handler: a TimeoutError of ``signal.alarm`` is one too."""
+    return error.errno is not None
+
+
 def reason_of(error: BaseException) -> str:
     """What the system said; where something has run out, its limit and what to do about it."""
     said = getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.support.interrupted import Two
 from tests.support.pair import COMBOS, MODE_A, MODE_B, Combo, Pair, make_pair
 from tests.support.pool import Spawner
 from tests.support.short_pair import ShortPair, hurry, one_at_a_time
@@ -84,3 +85,10 @@ def short_pairs(hurried: None) -> Iterator[Callable[..., ShortPair]]:
     """Makes two engines of this process, of a mode and a transport; each call ends those before."""
     with one_at_a_time() as make:
         yield make
+
+
+@pytest.fixture(params=[c for c in COMBOS if str(c) in ("A-local", "B-tcp", "B-shm")], ids=str)
+def two(request: pytest.FixtureRequest) -> Iterator[Two]:
+    """Both sides in this process, for calls that are interrupted."""
+    with Two(request.param) as two:
+        yield two

@@ -24,7 +24,7 @@ from llm_datadist._engine.failures import Context
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.obligations import Ending, LeaseHold
 from llm_datadist._engine.state import State, peer_of
-from llm_datadist._link.link import Link, LinkLost, Pending
+from llm_datadist._link.link import Link, LinkLost, NoAnswer, Pending
 from llm_datadist._wire.framing import Frame, ProtocolError
 from llm_datadist._wire.messages import CacheEntry, Done, Finish, Found, Grant, Lookup, Resolve
 from llm_datadist.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
@@ -85,7 +85,7 @@ class Initiator:
         try:
             flight.check()
             pull.run()
-        except (Stale, MoveError, LinkLost, TimeoutError, ProtocolError) as exc:
+        except (Stale, MoveError, LinkLost, NoAnswer, ProtocolError) as exc:
             flight.check()
             if isinstance(exc, Stale):
                 pull.check_owner()
@@ -170,7 +170,7 @@ class _Pull(msgspec.Struct, frozen=True):
             answer = pending.wait(time.monotonic() + _PROBE_S).message
         except LinkLost as exc:
             raise self.context.failure(exc) from exc
-        except TimeoutError:
+        except NoAnswer:
             return
         finally:
             pending.close()

@@ -18,7 +18,7 @@ from llm_datadist._engine.errands import Call
 from llm_datadist._engine.flights import LAST_BYTES_S
 from llm_datadist._engine.state import Peer, State, describe, peer_of, tell
 from llm_datadist._link.dials import LINKED
-from llm_datadist._link.link import Link, LinkLost
+from llm_datadist._link.link import Link, LinkLost, NoAnswer
 from llm_datadist._link.seam import Address, Target
 from llm_datadist._logs import get_logger
 from llm_datadist._shortages import start_thread
@@ -95,7 +95,7 @@ class Linking:
             raise LinkFailedError(
                 f"{describe(link)}: the link went down: {exc}; call link_clusters again"
             ) from exc.__cause__ or exc
-        except TimeoutError as exc:
+        except NoAnswer as exc:
             elapsed = (time.monotonic() - started) * 1000
             raise TransferTimeoutError(
                 f"{describe(link)} did not answer a ping within {elapsed:.0f} ms; it is stopped, overloaded or cut off"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from llm_datadist._engine.failures import Context
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.state import tell
-from llm_datadist._link.link import Link, LinkLost
+from llm_datadist._link.link import Link, LinkLost, NoAnswer
 from llm_datadist._wire.messages import Decided, Done, Finish, Grant, Message, Release
 from llm_datadist.status import LLMStatusCode
 
@@ -100,7 +100,7 @@ class Ending:
 
         Raises:
             LinkLost: The link went down, or the flight was cut.
-            TimeoutError: No answer by the deadline.
+            NoAnswer: No answer by the deadline.
             LLMException: What the peer refused it with.
         """
         self._flight.owes(self._decision.settle)
@@ -110,7 +110,7 @@ class Ending:
         if not isinstance(answer, Done):
             raise context.lost(f"unexpected answer {type(answer).__name__}")
         if answer.code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST and time.monotonic() >= deadline:
-            raise TimeoutError(answer.text)  # a lease ends with the time of its pull
+            raise NoAnswer(answer.text)  # a lease ends with the time of its pull
         if answer.code != LLMStatusCode.LLM_SUCCESS:
             raise context.refused(answer.code, answer.text)
         self._decision.make(ok=True)
@@ -118,7 +118,7 @@ class Ending:
     def _wait(self, deadline: float) -> object:
         try:
             return self._pending.wait(deadline).message
-        except TimeoutError:
+        except NoAnswer:
             frame = self._pending.close()
             if frame is None:
                 raise

@@ -24,6 +24,7 @@ from llm_datadist._link.link import Link
 from llm_datadist._link.loop import ControlLoop, TimerHandle
 from llm_datadist._link.outbox import Outbox
 from llm_datadist._link.seam import Address, ConnectionOwner, SocketCalls
+from llm_datadist._shortages import is_of_system
 from llm_datadist._wire.framing import Buffer, ProtocolError
 from llm_datadist._wire.proofs import Ends, end_of
 from llm_datadist._wire.session import Closed, ConfirmIn, Event, HelloIn, Session, State, WelcomeIn
@@ -137,6 +138,8 @@ class Connection:
             try:
                 drained = self._write()
             except OSError as error:
+                if not is_of_system(error):
+                    raise
                 failure, drained, self._failing = error, True, True
             ask = not drained and not self._wants_write
         if failure is not None:

@@ -52,6 +52,10 @@ class Carrier(Protocol):
         """Whether the caller is the control thread."""
 
 
+class NoAnswer(TimeoutError):  # noqa: N818 - a fact; a plain TimeoutError may be a signal handler's
+    """An answer did not come in time."""
+
+
 class Pending:
     """An answer that is on its way, and whose it is. Made by :meth:`Link.expect` and :meth:`Link.call`.
 
@@ -92,7 +96,7 @@ class Pending:
 
         Raises:
             LinkLost: The link went down, or it was given up; the text is the reason.
-            TimeoutError: The deadline passed. The answer is still expected: ``close`` if not.
+            NoAnswer: The deadline passed. The answer is still expected: ``close`` if not.
             RuntimeError: Called on the control thread, which would wait for itself.
         """
         if not self._end:
@@ -103,7 +107,7 @@ class Pending:
         end = self._end.get(_END)
         if end is None:
             link = self._link
-            raise TimeoutError(f"cluster {link.cluster_id} at {link.address} did not answer in time")
+            raise NoAnswer(f"cluster {link.cluster_id} at {link.address} did not answer in time")
         if isinstance(end, LinkLost):
             raise LinkLost(str(end)) from end.__cause__
         return end

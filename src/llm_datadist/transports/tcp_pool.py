@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from llm_datadist._shortages import is_shortage, reason_of
+from llm_datadist._shortages import is_of_system, is_shortage, reason_of
 from llm_datadist._waiting import Changes, Ticket
 from llm_datadist.transports._sockets import is_gone, round_trip_s, tune
 from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint
@@ -275,6 +275,8 @@ class ConnectionPool:
             sock = dial(address, deadline, self._clock, lambda s: self._dials(taker, s))
             return ReadingConnection(sock, self._clock, hello)
         except OSError as exc:
+            if not is_of_system(exc):
+                raise
             return taker.cancelled or self._dial_fault(exc, address, deadline)
         finally:
             with self._lock:
@@ -325,7 +327,7 @@ def dial(
     Raises:
         OSError: None could be reached; the last reason.
     """
-    failure: OSError = OSError(f"no address for {address[0]}")
+    failure: OSError = OSError(errno.EADDRNOTAVAIL, f"no address for {address[0]}")
     for family, kind, protocol, _, where in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, protocol)
         try:
@@ -336,6 +338,8 @@ def dial(
             failure = exc
             hold(None)
             sock.close()
+            if not is_of_system(exc):
+                raise
     raise failure
 
 

@@ -19,6 +19,7 @@ from typing import Protocol
 from llm_datadist._core import limits
 from llm_datadist._core.segments import Extents
 from llm_datadist._logs import get_logger
+from llm_datadist._shortages import is_of_system
 from llm_datadist.transports._sockets import (
     NOW_NBYTES,
     SEND_NOW,
@@ -127,6 +128,8 @@ class ReadingConnection:
             logger.warning("a data connection is closed: its owner sent %s", exc)
             return Fault(FaultKind.CHANNEL, f"the peer broke the protocol: {exc}", cause=exc)
         except OSError as exc:
+            if not is_of_system(exc):
+                raise
             return self._fault_of(exc)
 
     def read_unit(self, units: Units, unit: int, here: int, deadline: float, *, alone: bool) -> bool:
@@ -160,7 +163,11 @@ class ReadingConnection:
                 self._receive(deadline, nbytes)
                 header = decode_header(self._header, number, 0)
             return isinstance(header, End) and self._end(header, deadline) is None
-        except (_Late, FrameError, OSError):
+        except (_Late, FrameError):
+            return False
+        except OSError as exc:
+            if not is_of_system(exc):
+                raise
             return False
 
     def _fault_of(self, exc: OSError) -> Fault:
