@@ -65,8 +65,11 @@ def test_g12_two_interrupts_leave_nothing(two: Two, make: Callable[[], Call], st
     skip_in_a(two, make)
 
     def strike(number: int, call: Callable[[], None]) -> object:
-        steps = Steps(number, number + 1 + number % 13)
-        return steps.where if steps.run(call) else None
+        steps, desk = Steps(number, number + 1 + number % 13), two.state.desk
+        struck = steps.run(call)
+        # Where the second one struck the wait for that, what the call has done is undone a moment later.
+        assert wait_until(lambda: desk._waiting == len(desk._threads), END_S)
+        return steps.where if struck else None
 
     assert strike_all(two, make(), stride, strike) > 20
 

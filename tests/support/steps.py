@@ -44,6 +44,7 @@ class Steps:
     def run(self, call: Callable[[], object]) -> bool:
         """Whether that was raised; if not, it has fewer steps."""
         before = sys.gettrace()
+        sys.setprofile(self._profile if len(self._numbers) > 1 else None)
         sys.settrace(self._trace)
         try:
             call()
@@ -51,8 +52,14 @@ class Steps:
             return True
         finally:
             sys.settrace(before)
+            sys.setprofile(None)
             self._latest.clear()
         return False
+
+    def _profile(self, frame: FrameType, what: str, _: Any) -> None:
+        """The second one: the interpreter forgets a trace function that has raised."""
+        if self.where and what in ("call", "c_return") and frame.f_code.co_filename.startswith(PACKAGE):
+            self._step(frame)
 
     def _trace(self, frame: FrameType, what: str, _: Any) -> Any:
         name = frame.f_code.co_filename

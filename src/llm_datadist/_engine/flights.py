@@ -20,7 +20,7 @@ from llm_datadist.status import LLMException
 
 T = TypeVar("T")
 LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
-
+_TRIES = (1,) * 10  # of a settling: interrupts come one after another, and it takes some microseconds
 _CUTTING = threading.Lock()  # so that the first of two cuts decides
 
 
@@ -143,15 +143,21 @@ class Flights:
         They may keep ``end`` from running, but not a plain lock from being let go of.
         """
         with flight.during():
+            raised: BaseException | None = None
             try:
                 result = body()
             finally:
                 try:
-                    flight.settle()
-                except BaseException:
-                    flight.settle()
-                    raise
+                    for _ in _TRIES:  # once more where that was interrupted, as by a second Ctrl-C
+                        try:
+                            flight.settle()
+                            break
+                        except BaseException as exc:
+                            raised = exc
+                    if raised is not None:
+                        raise raised
                 finally:
+                    raised = None  # its traceback leads to this frame
                     self.end(flight)
             return result
 
