@@ -235,3 +235,21 @@ def test_g17_one_call_has_one_end_that_is_made_ready(scene: Scene) -> None:
         endings.park(link, 7, "x", b"y")
     endings.decide((link, 7), ok=False)
     assert not endings._queue._held[link.cluster_id]
+
+
+def test_g17_messages_that_do_not_come_to_their_end_are_counted(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all links; one that has come far enough is dropped, the others stay."""
+    monkeypatch.setattr(limits, "INBOX_SURE_NBYTES", 1 << 20)
+    monkeypatch.setattr(limits, "INBOXES_NBYTES", 3 << 20)
+    half = (frame(m.Publish(entry=ENTRY), bytes(8 << 20)))[: (2 << 20)]
+    scene.link.send(half)
+    first = next(iter(scene.state.by_token.values()))
+    session = first._carrier.session  # type: ignore[attr-defined]
+    assert wait_until(lambda: session.waiting_nbytes == len(half))
+    other = RawLink(tuple(scene.link.address), 1, accessible=False, cluster_id=91)
+    other.send(half)
+    assert wait_until(lambda: other.ended)
+    assert list(scene.state.by_token.values()) == [first]
+    other.close()

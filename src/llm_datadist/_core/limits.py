@@ -154,6 +154,12 @@ OUTBOX_SURE_NBYTES = _limit(
 OUTBOXES_NBYTES = _limit(
     "OUTBOXES_NBYTES", "engine", 1 << 30, "that waits on all links; who adds to it is dropped"
 )
+INBOX_SURE_NBYTES = _limit(
+    "INBOX_SURE_NBYTES", "link", 8 << 20, "of a message that comes in, whatever comes in on other links"
+)
+INBOXES_NBYTES = _limit(
+    "INBOXES_NBYTES", "engine", 1 << 30, "of messages that come in on all links; who adds to it is dropped"
+)
 LEASES = _limit("LEASES", "link", 4096, "pulls of a peer that are under way in managed mode")
 UNDECIDED = _limit(
     "UNDECIDED", "link", 4096, "reads that have said Finish, and not yet what their outcome is"

@@ -130,7 +130,7 @@ class Linking:
         return self._drop_if_idle(link, deadline, call, if_unused=True)
 
     def _drop_if_idle(self, link: Link, deadline: float, call: Call, *, if_unused: bool) -> LLMStatusCode:
-        if not self._close_when_idle(link, deadline, self._state.condition.wait, lambda: call.dropped):
+        if not self._close_when_idle(link, deadline, lambda: call.dropped):
             return LLMStatusCode.LLM_LINK_BUSY
         return self._agree(link, deadline, call, if_unused=if_unused)
 
@@ -192,8 +192,8 @@ class Linking:
         self,
         link: Link,
         deadline: float,
-        wait: Callable[[float], None],
         gone: Callable[[], bool] = lambda: False,
+        wait: Callable[[float], None] | None = None,
     ) -> bool:
         """Marks the link as closing once nothing is in flight on it; False when it is busy until then.
 
@@ -210,7 +210,7 @@ class Linking:
                     return True
                 if now >= deadline or gone():
                     return False
-                wait(min([deadline, *(x.expires_at for x in leases)]) - now)
+                (wait or state.condition.wait)(min([deadline, *(x.expires_at for x in leases)]) - now)
 
     def unlink_asked(self, link: Link, message: Unlink) -> None:
         """The peer wants to unlink: yes when we are idle, busy at its time-out. Not for the control thread."""
@@ -223,7 +223,7 @@ class Linking:
             tell(link, Done(id=message.id, code=LLMStatusCode.LLM_EXIST_LINK, text=text))
             return
         deadline = time.monotonic() + max(0, message.time_left_ms) / 1000
-        idle = self._close_when_idle(link, deadline, self._state.wait_asked)
+        idle = self._close_when_idle(link, deadline, wait=self._state.wait_asked)
         peer = peer_of(link)
         peer.unlinked = idle
         code = LLMStatusCode.LLM_SUCCESS if idle else LLMStatusCode.LLM_LINK_BUSY

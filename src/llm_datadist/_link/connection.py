@@ -86,7 +86,7 @@ class Connection:
         self._owner = owner
         self._mark_dirty = mark_dirty
         self._lock = threading.Lock()
-        self.outbox = Outbox(owner.outboxes_nbytes)
+        self.outbox = Outbox(lambda: owner.waiting_nbytes(lambda conn: conn.outbox.about))
         self._share = Share(limits.BURST_S, limits.SHARE, time.monotonic())
         self._rests = False  # until its share of the control thread allows for more
         self._interest = 0
@@ -245,11 +245,20 @@ class Connection:
             nbytes -= len(data)
             few = min(MESSAGES_AT_ONCE, stop - self.session.frames_in)
             self._handle(self.session.receive(data, time.monotonic(), few))
+            self._check_inbox()
             if nbytes <= 0 or self.session.frames_in >= stop or time.monotonic() > until:
                 return not self._closed
             if data and len(data) < self._calls.nbytes and not self.session.more:
                 return False  # that was all; the end of the stream, if it is there, wakes us again
         return False
+
+    def _check_inbox(self) -> None:
+        """A message that does not come to its end takes no room from all others."""
+        if self._closed or self.session.waiting_nbytes <= limits.INBOX_SURE_NBYTES:
+            return
+        waiting = self._owner.waiting_nbytes(lambda conn: conn.session.waiting_nbytes)
+        if waiting > limits.INBOXES_NBYTES:
+            self.close(f"{waiting >> 20} MiB of unfinished messages wait on all links", error=True)
 
     def _receive(self) -> bytes | None:
         try:

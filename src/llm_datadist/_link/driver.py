@@ -279,9 +279,9 @@ class LinkDriver:
         text = "an event of the connection with %s could not be handled"
         self.log.say(logging.ERROR, conn.peer_address, text, conn.peer_address, exc_info=True)
 
-    def outboxes_nbytes(self) -> int:
+    def waiting_nbytes(self, of: Callable[[Connection], int]) -> int:
         """See ``seam.ConnectionOwner``."""
-        return sum(conn.outbox.about for conn in list(self._conns.values()))
+        return sum(map(of, list(self._conns.values())))
 
     def _take_down(self, link: Link, reason: str, cause: BaseException | None) -> None:
         with self._lock:

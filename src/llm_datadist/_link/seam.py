@@ -117,8 +117,8 @@ class ConnectionOwner(Protocol):
     def on_bug(self, conn: Connection) -> None:
         """An event could not be handled: the exception that is being handled is a fault of this side."""
 
-    def outboxes_nbytes(self) -> int:
-        """What waits to be sent on all connections. From any thread."""
+    def waiting_nbytes(self, of: Callable[[Connection], int]) -> int:
+        """The sum for all connections. From any thread."""
 
 
 class LinkHandler(Protocol):

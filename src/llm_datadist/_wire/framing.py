@@ -126,6 +126,11 @@ class Decoder:
         """Whether there are bytes that were not taken yet."""
         return bool(self._buffer)
 
+    @property
+    def waiting_nbytes(self) -> int:
+        """How many these are."""
+        return len(self._buffer)
+
     def leftover(self) -> bytes:
         """The bytes not taken yet, which it forgets."""
         rest = bytes(self._buffer)

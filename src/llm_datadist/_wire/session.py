@@ -191,6 +191,11 @@ class Session:
             events.append(Closed(str(error), error=True))
         return events
 
+    @property
+    def waiting_nbytes(self) -> int:
+        """That have come, of frames that were not taken out yet."""
+        return self._decoder.waiting_nbytes
+
     def _on_frame(self, frame: Frame) -> Event | None:
         action = TRANSITIONS.get((self.state, type(frame.message)))
         if action is None:
