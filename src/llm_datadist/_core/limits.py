@@ -231,6 +231,10 @@ BACKLOG = _limit(
 )
 LEASE_S = _limit("LEASE_S", "link", 24 * 3600.0, "for which a peer may hold a lease; nobody waits longer")
 READERS = _limit("READERS", "engine", 4096, "that were given shared memory; each costs a descriptor")
+SILENT_READERS = _limit(
+    "SILENT_READERS", "engine", 64, "of these, that have shown no proof yet; beyond it the oldest is dropped"
+)
+
 
 # ---- the log -----------------------------------------------------------------------------------------------------
 

@@ -65,9 +65,14 @@ class Giver:
                 refusal = f"the owner of the memory has {limits.READERS} readers, which is the most"
             if not self._closed and not refusal:
                 self._readers[sock] = False
+            silent = [reader for reader, given in self._readers.items() if not given]
         if sock not in self._readers:
             _refuse(sock, refusal)
             return
+        for reader in silent[: -limits.SILENT_READERS]:
+            self._hear(reader)
+            if self._readers.get(reader) is False:
+                self._let_go(reader)
         try:
             self._adopt_reader(sock, lambda: self._hear(sock))
         except OSError as exc:
@@ -109,6 +114,9 @@ class Giver:
                 if not self._closed:
                     self._readers[sock] = True
             return
+        self._let_go(sock)
+
+    def _let_go(self, sock: socket.socket) -> None:
         with self._lock:
             known = self._readers.pop(sock, None) is not None
         if known:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -9,11 +11,14 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from llm_datadist._core import limits
 from llm_datadist.testing.board import extents
+from llm_datadist.transports._meeting import meet
 from llm_datadist.transports.seam import Fault, TransportUnavailable
 from llm_datadist.transports.shm import ShmTransport
 from tests.support.local_pair import PROOF, Loop
 from tests.support.shm_pair import MIB, Shared, endpoint, settle, transport
+from tests.support.world import wait_until
 
 OTHER = PROOF[::-1]
 
@@ -88,3 +93,22 @@ def test_g16_who_has_shown_its_proof_is_answered_before_the_handshake_is_over(re
         for channel in channels:
             settle(channel)
             assert not channel.refusal
+
+
+def test_g17_of_many_who_show_nothing_the_oldest_go(
+    reader: ShmTransport, owned: ShmTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SILENT_READERS", 2)
+    name = msgspec.msgpack.decode(owned.endpoint(OTHER))["name"]
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(meet(name, socket.SOCK_SEQPACKET)) for _ in range(5)]
+        assert wait_until(lambda: sum(map(has_ended, silent)) == 3)
+        assert not has_ended(silent[3]) and not has_ended(silent[4])
+        assert not told(reader, owned.endpoint(PROOF)), "others are answered"
+
+
+def has_ended(sock: socket.socket) -> bool:
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
