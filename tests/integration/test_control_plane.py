@@ -27,6 +27,7 @@ from llm_datadist.status import LLMStatusCode
 from llm_datadist.testing.stopwatch import Stopwatch
 from tests.support.links import Engine
 from tests.support.raw_links import RawPeer, hello, identity, listening_socket
+from tests.support.world import wait_until
 
 OK = LLMStatusCode.LLM_SUCCESS
 ALREADY = LLMStatusCode.LLM_ALREADY_LINK
@@ -222,10 +223,8 @@ def test_t2_silent_then_down_and_others_do_not_notice() -> None:
 def test_a_silent_link_is_up_again_with_the_first_byte() -> None:
     with Engine(1) as a, RawPeer(a.address) as peer:
         peer.link(1, 9, heartbeat_ms=30)
-        link, deadline = link_of(a, 9), time.monotonic() + 5
-        while link.state != "silent" and time.monotonic() < deadline:
-            threading.Event().wait(0.01)
-        assert link.state == "silent" and a.service.get(9) is link
+        link = link_of(a, 9)
+        assert wait_until(lambda: link.state == "silent") and a.service.get(9) is link
         peer.say(Unlink(id=1, time_left_ms=0))
         assert a.notes.wait_for(lambda: bool(a.notes.frames))
         assert a.notes.frames[0][0].state == "up"
@@ -292,9 +291,7 @@ def test_stop_says_bye_and_cuts_off_dials(pair: tuple[Engine, Engine]) -> None:
             target=lambda: codes.extend(a.service.dial([Target(8, silent), Target(8, silent)], 20))
         )
         thread.start()
-        deadline = time.monotonic() + 5
-        while not a.service._driver.dials._dials and time.monotonic() < deadline:
-            threading.Event().wait(0.005)
+        assert wait_until(lambda: bool(a.service._driver.dials._dials))
         watch = Stopwatch()
         a.service.stop("finalize")
         assert watch.within(1.0)
@@ -326,11 +323,15 @@ def test_readers_and_timers_of_other_parts(pair: tuple[Engine, Engine]) -> None:
         a.service.remove_reader(left)
     order: list[str] = []
     done = threading.Event()
-    now = time.monotonic()
-    a.service.call_at(now + 0.06, done.set)
-    a.service.call_at(now + 0.05, lambda: order.append("later"))
-    a.service.call_at(now + 0.02, lambda: order.append("sooner"))
-    a.service.call_at(now + 0.01, lambda: order.append("never")).cancel()
+
+    def set_up() -> None:  # on the thread, so that none runs before the cancel
+        now = time.monotonic()
+        a.service.call_at(now + 0.06, done.set)
+        a.service.call_at(now + 0.05, lambda: order.append("later"))
+        a.service.call_at(now + 0.02, lambda: order.append("sooner"))
+        a.service.call_at(now + 0.01, lambda: order.append("never")).cancel()
+
+    a.service.call_soon(set_up)
     assert done.wait(5) and order == ["sooner", "later"]
 
 

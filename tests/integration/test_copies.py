@@ -16,7 +16,7 @@ from llm_datadist._engine import copying
 from tests.support import actors, allocated
 from tests.support.memory import FILL, PAGE, Mapping
 from tests.support.pool import Spawner
-from tests.support.world import World
+from tests.support.world import World, wait_until
 
 MIB = 1 << 20
 GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
@@ -204,6 +204,11 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, thr
     go_on.set()
 
 
+def is_cut(state: Any) -> bool:
+    """Whether the copy is told to end; waits for it."""
+    return wait_until(lambda: bool(state.flights.where(lambda flight: flight.error is not None)))
+
+
 def started(call: Callable[[], None]) -> tuple[threading.Thread, list[BaseException]]:
     errors: list[BaseException] = []
 
@@ -221,16 +226,19 @@ def started(call: Callable[[], None]) -> tuple[threading.Thread, list[BaseExcept
 @pytest.mark.parametrize("which", ["src", "dst"])
 @pytest.mark.rule("6.30", "6.31", "6.32")
 def test_unregister_waits_for_a_copy_and_then_cuts_it_off(
-    manager: CacheManager, held: tuple[threading.Event, threading.Event], which: str
+    dist: dd.LLMDataDist, held: tuple[threading.Event, threading.Event], which: str
 ) -> None:
+    manager = dist.cache_manager
     src = filled(manager.allocate_cache(allocated.desc_of(1, 1, MIB)))
     dst = manager.allocate_cache(allocated.desc_of(1, 1, MIB))
     copy, errors = started(lambda: manager.copy_cache(dst, src))
     assert held[0].wait(10)
     cache = src if which == "src" else dst
+    state = dist._engine._state
     ending, _ = started(lambda: manager.deallocate_cache(cache))
-    ending.join(0.45)  # sync_kv_timeout is 300 ms: by now it has cut off, and waits for the last byte
-    assert ending.is_alive()
+    assert is_cut(state)
+    ending.join(0.1)
+    assert ending.is_alive(), "it did not wait for the last byte"
     held[1].set()
     ending.join(10)
     copy.join(10)
@@ -262,7 +270,9 @@ def test_finalize_unmaps_a_pool_only_when_nothing_writes_there(
     dst = dist.cache_manager.allocate_cache(allocated.desc_of(1, 1, MIB))
     copy, errors = started(lambda: dist.cache_manager.copy_cache(dst, src))
     assert held[0].wait(10)
+    state = dist._engine._state
     ending, _ = started(dist.finalize)
+    assert is_cut(state)
     ending.join(0.2)
     assert ending.is_alive(), "it did not wait for the last byte"
     assert not rows(dst)[0].any()
