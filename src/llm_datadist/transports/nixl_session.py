@@ -17,6 +17,7 @@ import numpy as np
 
 from llm_datadist._core import limits
 from llm_datadist._core.segments import U64
+from llm_datadist._waiting import Latch
 from llm_datadist.transports._nixl import Agent, NixlLost, NixlRefused
 from llm_datadist.transports.nixl_ranges import Ranges, none
 
@@ -66,10 +67,9 @@ class Session:
         self.peer = peer
         self._calls = threading.Lock()
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
         self._users = 0
         self._open = True
-        self._destroyed = False
+        self._destroyed = Latch()
         self.doomed = False
         self._loaded: dict[bytes, Source] = {}
         self._there = Ranges(none())
@@ -106,9 +106,7 @@ class Session:
         raised: BaseException | None = None
         while self.doomed:
             try:
-                with self._changed:
-                    while not self._destroyed:
-                        self._changed.wait()
+                self._destroyed.wait()
                 break
             except BaseException as exc:  # a signal handler's: after the wait
                 raised = exc
@@ -117,7 +115,7 @@ class Session:
 
     def retire(self) -> None:
         """No new users; destroyed when the present ones have finished. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._open = False
         self._destroy_unused()
 
@@ -127,12 +125,11 @@ class Session:
         self.retire()
 
     def _destroy_unused(self) -> None:
-        with self._changed:
-            if self._open or self._users or self._destroyed:
+        with self._lock:
+            if self._open or self._users or self._destroyed.is_open:
                 return
             self._agent.close([word.transfer for word in self._words.values()])
-            self._destroyed = True
-            self._changed.notify_all()
+            self._destroyed.open()
 
     # ---- what it knows --------------------------------------------------------------------------
 
@@ -160,8 +157,8 @@ class Session:
 
     def forget(self, memory: str, rows: U64) -> None:
         """Rows of ours that are no longer registered."""
-        with self._changed:
-            if self._destroyed:
+        with self._lock:
+            if self._destroyed.is_open:
                 return
             self._users += 1
         try:
