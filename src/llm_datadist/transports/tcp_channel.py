@@ -14,12 +14,14 @@ import functools
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 
 from llm_datadist._core import limits
 from llm_datadist._core.segments import U64, Extents, Segments
 from llm_datadist._logs import get_logger
 from llm_datadist._shortages import is_shortage, reason_of, start_thread
+from llm_datadist._waiting import Latch
 from llm_datadist.status import OutOfMemoryError
 from llm_datadist.transports._sockets import NOW_NBYTES
 from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint, Progress
@@ -31,9 +33,8 @@ logger = get_logger("llm_datadist.tcp")
 
 MAX_UNIT_TENSORS = 256  # of a read by units: whoever has more does not feel what they save
 STRIPE_NBYTES = 8 << 20  # least bytes of a stripe: some milliseconds, against 0.1 ms for its thread
-FAR_STRIPE_NBYTES = (
-    1 << 20
-)  # the same where each lost packet costs its connection a round trip and half its speed
+# The same where each lost packet costs its connection a round trip and half its speed.
+FAR_STRIPE_NBYTES = 1 << 20
 FAR_S = 0.002  # a round trip from which a peer is far: beyond what a building has
 _DIAL_S = 10.0  # for connections on which the peer waits; it has a deadline of its own
 
@@ -223,6 +224,26 @@ class TcpRead(Taker):
         return Progress(0, fault)
 
 
+class _Shared:
+    """A part that a helper reads, or the caller, if it comes to it before.
+
+    Attributes:
+        part: It.
+        ended: Its helper has.
+    """
+
+    __slots__ = ("_whose", "ended", "part")
+
+    def __init__(self, part: TcpRead) -> None:
+        self.part = part
+        self.ended = Latch()
+        self._whose: dict[str, str] = {}  # at most one entry: ``setdefault`` decides in one step
+
+    def take(self, who: str) -> bool:
+        """Whether it is theirs: the first has it, however often they ask."""
+        return self._whose.setdefault("whose", who) == who
+
+
 class StripedRead:
     """A wide read: parts of it on several connections at once."""
 
@@ -247,29 +268,52 @@ class StripedRead:
 
     def _run(self, deadline: float) -> Progress:
         first, *others = self._parts
-        mine = [first]
+        shared = [_Shared(part) for part in others]
         helpers: list[threading.Thread] = []
         try:
-            for part in others:
-                run = functools.partial(self._run_one, part, deadline)
-                try:
+            for entry in shared:
+                run = functools.partial(self._help, entry, deadline)
+                with suppress(OutOfMemoryError):  # then it is read here
                     helpers.append(start_thread(run, "llm-datadist-stripe"))
-                except OutOfMemoryError:
-                    mine.append(part)
-            for part in mine:
-                self._run_one(part, deadline)
+            self._run_one(first, deadline)
+            for entry in shared:
+                if entry.take("caller"):
+                    self._run_one(entry.part, deadline)
         except BaseException:
-            self.cancel("the reading thread was interrupted")
+            self._await(shared, cut=True)
             raise
-        finally:
-            for helper in helpers:
-                helper.join()
+        self._await(shared, cut=False)
+        for helper in helpers:
+            helper.join()
         moved = sum(result.nbytes for result in self._results)
         # A part that fails is noted before it cancels the others: the cause is the first.
         fault = next((result.fault for result in self._results if result.fault is not None), None)
         if fault is None and moved != self._nbytes:  # a helper that died of a bug of ours
             fault = Fault(FaultKind.CHANNEL, f"{moved} of {self._nbytes} bytes were read")
         return Progress(moved, fault)
+
+    def _help(self, entry: _Shared, deadline: float) -> None:
+        try:
+            if entry.take("helper"):
+                self._run_one(entry.part, deadline)
+        finally:
+            entry.ended.open()
+
+    def _await(self, shared: list[_Shared], *, cut: bool) -> None:
+        """Returns when no helper reads any more, or will. ``cut``: the caller was interrupted."""
+        raised: BaseException | None = None
+        while True:
+            try:
+                if cut:
+                    self.cancel("the reading thread was interrupted")
+                for entry in shared:
+                    if not entry.take("caller"):
+                        entry.ended.wait()
+                break
+            except BaseException as exc:  # a signal handler's: after the wait
+                cut, raised = True, exc
+        if raised is not None:
+            raise raised
 
     def _run_one(self, part: TcpRead, deadline: float) -> None:
         result = part.wait(deadline=deadline)

@@ -9,19 +9,22 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from llm_datadist._core.segments import Extents, Segments
+from llm_datadist._shortages import start_thread
 from llm_datadist.testing.owner import Memory
 from llm_datadist.testing.stopwatch import Stopwatch
 from llm_datadist.testing.stream_owner import encode_extents, first_frame
 from llm_datadist.transports import tcp_channel
 from llm_datadist.transports._sockets import Buffer
-from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint
+from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint, Progress
 from llm_datadist.transports.tcp import TcpTransport
+from llm_datadist.transports.tcp_channel import TcpRead
 from llm_datadist.transports.tcp_frames import encode_request
 from llm_datadist.transports.tcp_pool import dial
 from llm_datadist.transports.tcp_reading import ReadingConnection
@@ -290,3 +293,33 @@ def test_a_stripe_that_fails_does_not_wait_for_the_others(
     memory = memory_of(1, 8, 1)
     progress = rig.read(extents_of(memory), extents_of(memory_of(1, 8, None)))
     assert progress.fault == Fault(FaultKind.SOURCE, "unreadable")
+
+
+def test_g13_an_interrupt_at_the_start_of_a_helper_leaves_none_that_reads(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs, but who started it was interrupted before that could be noted."""
+    monkeypatch.setattr(tcp_channel, "STRIPE_NBYTES", 1 << 20)
+    rig = make_rig(stripes=2)
+    source, destination = memory_of(1, 64 << 20, 1), memory_of(1, 64 << 20, None)
+    reads: list[bool] = []
+    part_wait = TcpRead.wait
+
+    def slow_wait(part: TcpRead, *, deadline: float) -> Progress:
+        reads.append(True)
+        try:
+            return part_wait(part, deadline=deadline)
+        finally:
+            threading.Event().wait(0.2)
+            reads.pop()
+
+    def interrupted(target: Callable[[], None], name: str) -> threading.Thread:
+        start_thread(target, name)
+        assert wait_until(lambda: bool(reads), CALL_S)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TcpRead, "wait", slow_wait)
+    monkeypatch.setattr(tcp_channel, "start_thread", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rig.read(extents_of(source), extents_of(destination))
+    assert not reads
