@@ -125,6 +125,7 @@ class FakeEngine:
     def send_notify(self, cluster_id: int, notice: Any) -> None:
         self.calls.append(("send_notify", cluster_id, notice))
 
+    @_errand
     def notifies(self) -> list[Any]:
         self.calls.append(("notifies",))
         return []

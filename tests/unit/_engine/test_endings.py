@@ -76,10 +76,12 @@ class Owner:
 
     @property
     def said(self) -> list[tuple[int, str, bytes]]:
-        return [(n.cluster_id, n.name, n.message) for n in self.notifications.take()]
+        kept: Any = SimpleNamespace(on_drop=lambda undo: None)
+        return [(n.cluster_id, n.name, n.message) for n in self.notifications.take(kept)]
 
 
 RELEASED = [("r", "k", 0, 2)]
+DONE = Done(id=9, code=OK)
 
 
 def test_g2_nothing_happens_before_the_decision() -> None:
@@ -151,11 +153,11 @@ def test_a_peer_is_held_to_the_limits() -> None:
     assert owner.answers == [LLMStatusCode.LLM_PARAM_INVALID]
     assert not owner.endings.pending
     with pytest.raises(ParamInvalidError, match=r"cluster 7.*65538"):
-        owner.endings.park(owner.link, 1, "n" * 65538, b"")
+        owner.endings.park(owner.link, 1, "n" * 65538, b"", DONE)
     for number in range(NOTIFICATIONS):
-        owner.endings.park(owner.link, number, "n", b"")
+        owner.endings.park(owner.link, number, "n", b"", DONE)
     with pytest.raises(OutOfMemoryError):
-        owner.endings.park(owner.link, NOTIFICATIONS, "n", b"")
+        owner.endings.park(owner.link, NOTIFICATIONS, "n", b"", DONE)
 
 
 def pushed(owner: Owner) -> tuple[Receiver, ReceivedOffer]:
@@ -169,7 +171,7 @@ def pushed(owner: Owner) -> tuple[Receiver, ReceivedOffer]:
 def test_g2_a_push_says_what_its_initiator_decides(ok: bool) -> None:
     owner = Owner()
     receiver, received = pushed(owner)
-    receiver._notify(received)
+    receiver._answer(received, DONE)
     assert owner.said == []
     receiver.end(owner.link, EndOffer(offer_id=1, ok=ok))
     owner.decide(ok)
@@ -183,7 +185,7 @@ def test_a_push_that_was_withdrawn_says_nothing() -> None:
     receiver, received = pushed(owner)
     received.ended = True
     with pytest.raises(TransferTimeoutError, match="withdrawn"):
-        receiver._notify(received)
+        receiver._answer(received, DONE)
     assert not owner.endings.pending
 
 
@@ -192,5 +194,5 @@ def test_g21_a_push_whose_link_is_down_makes_nothing_ready() -> None:
     receiver, received = pushed(owner)
     owner.link.set_down("gone")
     with pytest.raises(LinkFailedError, match="gone"):
-        receiver._notify(received)
+        receiver._answer(received, DONE)
     assert not owner.endings.pending
