@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -59,12 +60,9 @@ BIG = Shape(tensors=4, dim0=64, stride=1 << 20)
 
 def _pull_again_and_again(w: World, blocks: int) -> None:
     every = list(range(blocks))
-    while True:
-        try:
+    while True:  # on a busy machine its time may be over before anybody has been killed
+        with contextlib.suppress(dd.TransferTimeoutError):
             actors.pull_blocks(w, of_model(0, 3), "big", every, every)
-        except dd.TransferTimeoutError:
-            if _begun(w):
-                raise  # else other tests keep the machine busy: nobody has been killed yet
 
 
 def _begun(w: World) -> bool:
