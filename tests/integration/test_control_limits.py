@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import threading
-import time
 from typing import Any
 
 import pytest
 
 from llm_datadist._core import limits
 from llm_datadist._link.connection import Connection
+from llm_datadist._link.link import LinkLost
 from llm_datadist._wire.messages import Done, Finish, Ping, Pong, Unlink
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.testing.stopwatch import Stopwatch
@@ -78,11 +79,17 @@ def test_g17_all_links_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) ->
         one, other = engine.notes.ups
         for _ in range(16):
             one.send(Finish(id=1), [bytes(MIB)])
-        for _ in range(48):  # the system takes some of it, how much differs
-            other.send(Finish(id=1), [bytes(MIB)])
+        with contextlib.suppress(LinkLost):
+            for _ in range(48):  # the system takes some of it, how much differs
+                other.send(Finish(id=1), [bytes(MIB)])
         assert engine.notes.wait_for(lambda: bool(engine.notes.downs))
         ((link, reason),) = engine.notes.downs
         assert link is other and "does not read" in reason
+
+
+def flooded(conns: dict[Any, Connection]) -> int:
+    """On how many so much was heard; the control thread may change them meanwhile."""
+    return sum(conn.session.frames_in > 5000 for conn in list(conns.values()))
 
 
 def test_g18_a_flood_has_its_share_and_others_their_turns() -> None:
@@ -92,8 +99,9 @@ def test_g18_a_flood_has_its_share_and_others_their_turns() -> None:
         peer.link(1, 9)
         pings = frame(Ping(id=7)) * 20_000
         flood.sock.setblocking(False)
-        began, answered = time.monotonic(), []
-        while time.monotonic() < began + 0.5:
+        watch, answered = Stopwatch(), []
+        conns = engine.service._driver._conns
+        while watch.elapsed < 0.5 or (watch.within(20) and not flooded(conns)):
             for attempt in (lambda: flood.sock.send(pings), lambda: flood.sock.recv(MIB)):
                 try:
                     attempt()
@@ -104,8 +112,7 @@ def test_g18_a_flood_has_its_share_and_others_their_turns() -> None:
             assert isinstance(peer.hear(), Pong)
             answered.append(asked.within(0.01))
         assert sum(answered) > len(answered) // 2
-        busy = [conn for conn in engine.service._driver._conns.values() if conn.session.frames_in > 5000]
-        assert len(busy) == 1, "and the flood was served all the while"
+        assert flooded(conns) == 1, "and the flood was served all the while"
 
 
 def test_g17_a_long_text_is_cut_by_its_sender() -> None:

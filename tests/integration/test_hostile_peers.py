@@ -21,12 +21,15 @@ QUICK_S, LONG_S = 0.4, 6.0
 FLOOR_S = 0.005  # of what counts as disturbed, on a machine that has other work: each attack once cost 30 ms and more
 FIRST_S = 0.8  # in which an attack gets going
 HELD_NBYTES = 450 << 20  # one peer's: offers 256 MiB, tables, selectors
-LAST = ("nice", "-n", "19")  # the hostile peer is on another machine: its own work is not what disturbs
+OWN = {"LLM_DATADIST_TESTS": "a process of its own"}
 SHAPE = Shape(tensors=2, dim0=256, stride=1024)
 
 
 def pull_times(w: World, key: Any, name: str, seconds: float, owner: int) -> list[float]:
-    """Pulls of one block for so long; what each took, without what these two processes waited for a processor."""
+    """Pulls of one block for so long; what each took.
+
+    Without what these two processes waited for a processor: the hostile peer would be on another machine.
+    """
     times, until = [], time.monotonic() + seconds
     while time.monotonic() < until or not times:
         waited, began = _waited(owner), time.monotonic()
@@ -54,7 +57,7 @@ class Scene:
     """An engine P, its honest reader D, and a hostile peer of P."""
 
     def __init__(self, pair: Pair, spawn: Spawner) -> None:
-        self.pair, self.hostile = pair.up(), spawn(prefix=LAST)
+        self.pair, self.hostile = pair.up(), spawn(env=OWN)
         cache_id = pair.source(shape=SHAPE)
         pair.destination(shape=SHAPE)
         pair.p.call(actors.watch_logs)

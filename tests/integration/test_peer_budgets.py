@@ -230,9 +230,10 @@ def test_g18_peers_that_wait_look_seldom_however_much_changes(
 def test_g17_one_call_has_one_end_that_is_made_ready(scene: Scene) -> None:
     endings = scene.me._engine._endings  # type: ignore[union-attr]
     link = next(iter(scene.state.by_token.values()))
-    endings.park(link, 7, "x", b"y")
+    done = m.Done(id=1, code=SUCCESS)
+    endings.park(link, 7, "x", b"y", done)
     with pytest.raises(ParamInvalidError, match="already"):
-        endings.park(link, 7, "x", b"y")
+        endings.park(link, 7, "x", b"y", done)
     endings.decide((link, 7), ok=False)
     assert not endings._queue._held[link.cluster_id]
 
