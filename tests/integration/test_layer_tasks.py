@@ -115,6 +115,13 @@ def test_a_synchronizer_that_says_no_ends_only_what_is_not_finished(two: Two) ->
     assert two.right(0, *short) and two.right(1, range(0, 1), range(1, 2))
 
 
+def test_g10_a_synchronizer_that_forgets_to_answer_is_told_what_it_returned(two: Two) -> None:
+    forgetful: Any = Calls()
+    forgetful.synchronize_layer = lambda layer, timeout: None
+    error = two.push(forgetful, two.config(0, range(0, 1), range(0, 1))).exception(5000)
+    assert "synchronize_layer(0) returned None, not True" in str(error)
+
+
 @pytest.mark.rule("5.97")
 def test_configs_are_not_modified(two: Two) -> None:
     config = two.config(0, range(1, 3), range(0, 2))

@@ -109,7 +109,7 @@ def other_network(stage: Stage) -> str:
     return told
 
 
-@forces("the peer has no pool to share")
+@forces("the peer shares no memory: it has no pool, or its system does not let it")
 def no_pool(stage: Stage) -> str:
     p, d = stage.spawn(), stage.spawn()
     address = p.call(actors.up, P_ID, actors.options("B", "auto", "127.0.0.1:0"))

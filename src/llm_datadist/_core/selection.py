@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 AUTO = "auto"
 PREFERENCE = ("shm", "local", "nixl", "tcp")  # same-host memory first, then engines, then plain sockets
-_NOT_OFFERED = {"shm": "the peer has no pool to share"}
+_NOT_OFFERED = {"shm": "the peer shares no memory: it has no pool, or its system does not let it"}
 _REACH = {"shm": "small blocks in the peer's pools", "nixl": "memory registered with NIXL"}
 
 

@@ -72,6 +72,15 @@ class Context:
         text = f"{self.where}: the link went down: {reason}; call link_clusters again"
         return _caused(LinkFailedError(text), reason)
 
+    def _cut_off(self, reason: str) -> LinkFailedError:
+        """What moves the bytes is gone; the link as well, unless the peer closed no more than that."""
+        if self.link.down_reason:
+            return self.lost(reason)
+        return LinkFailedError(
+            f"{self.where}: the peer ended, or closed what moves the bytes: {reason}; retry if links() still shows "
+            "the link, else call link_clusters again"
+        )
+
     def stale(self, why: object) -> CacheNotExistError:
         """What it reads is not there any more."""
         text = f"{self.where}: {why}; register it there (again), then retry"
@@ -83,7 +92,9 @@ class Context:
         if known is LLMStatusCode.LLM_SUCCESS:
             known = LLMStatusCode.LLM_UNKNOWN_ERROR  # a refusal that names no reason
         if known is LLMStatusCode.LLM_ENGINE_FINALIZED:
-            return _caused(self.lost(text), Refusal(code, text))  # the peer's engine, not the caller's
+            return _caused(
+                self.lost("the peer was finalized"), Refusal(code, text)
+            )  # not the caller's engine
         if known in (LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT, LLMStatusCode.LLM_TIMEOUT):
             known = self.timeout_code
         return _caused(error_of(known, f"{self.where}: {text}"), Refusal(code, text))
@@ -120,10 +131,12 @@ class Context:
                 text = f"{self.where}: the source cannot be read: {fault.text}; unregister before unmapping"
                 return LLMException(text, status_code=LLMStatusCode.LLM_FAILED)
             case FaultKind.CHANNEL:
-                text = f"{self.where}: the bytes cannot be moved: {fault.text}; see links(), or link again"
-                return LinkFailedError(text)
+                return LinkFailedError(
+                    f"{self.where}: the bytes cannot be moved: {fault.text}; see links(), and unlink_clusters before "
+                    "link_clusters, which meets that peer anew"
+                )
             case _:
-                return self.lost(fault.text)
+                return self._cut_off(fault.text)
 
 
 def _caused(error: E, cause: object) -> E:

@@ -108,7 +108,7 @@ def _synchronize(synchronizer: LayerSynchronizer, layer: int) -> LLMException | 
         return error
     if not ready:
         return ParamInvalidError(
-            f"synchronize_layer({layer}) returned False; layers from {layer} on were not sent"
+            f"synchronize_layer({layer}) returned {ready!r}, not True; layers from {layer} on were not sent"
         )
     return None
 

@@ -65,7 +65,7 @@ def test_after_a_partial_one_comes_the_next_for_the_rest() -> None:
 def test_one_that_is_missing_here_says_so_whatever_the_peer_offers() -> None:
     choice = choose(PREFERENCE, {"tcp": b""}, "auto", "auto", {"nixl": "not installed"}, {"shm", "nixl"})
     assert choice.reasons[:3] == (
-        "shm: the peer has no pool to share",
+        "shm: the peer shares no memory: it has no pool, or its system does not let it",
         "local: the peer does not offer it",
         "nixl: not installed",
     )

@@ -93,3 +93,19 @@ def test_a_rule_of_both_sides_keeps_its_text() -> None:
     assert error.status_code is Code.LLM_PARAM_INVALID
     assert "64 against 128" in str(error)
     assert "cluster 77" in str(error)
+
+
+@pytest.mark.parametrize("down", [None, "reset"])
+def test_g10_a_link_is_said_to_be_down_only_when_it_is(down: str | None) -> None:
+    text = str(context(down=down).failure(fault(FaultKind.PEER_LOST)))
+    assert ("the link went down" in text) is (down is not None)
+    assert "call link_clusters again" in text and "the reason" in text
+
+
+def test_g10_the_finalize_of_a_peer_is_not_taken_for_ones_own() -> None:
+    text = str(context().refused(Code.LLM_ENGINE_FINALIZED, "the engine was finalized; call init again"))
+    assert "the peer was finalized" in text and "call init" not in text
+
+
+def test_g10_a_transport_that_cannot_move_bytes_is_met_anew_only_after_unlinking() -> None:
+    assert "unlink_clusters before link_clusters" in str(context().failure(fault(FaultKind.CHANNEL)))

@@ -222,7 +222,7 @@ def test_auto_between_hosts_takes_nixl_and_tcp_for_the_rest(two_hosts: World, mo
         transport, reasons = _chosen(reader)
         assert transport == "nixl+tcp"
         assert reasons == (
-            "shm: the peer has no pool to share",
+            "shm: the peer shares no memory: it has no pool, or its system does not let it",
             "local: the peer is on another host",
             "nixl: chosen for memory registered with NIXL",
             "tcp: chosen for the rest",
