@@ -372,6 +372,6 @@ def test_nothing_is_lost_per_link(pair: tuple[Engine, Engine]) -> None:
     assert len(os.listdir("/proc/self/fd")) == fds and threading.active_count() == threads
     for side in pair:
         driver, loop = side.service._driver, side.service._loop
-        assert not driver._conns and not driver._handshakes and not driver._table._peers
+        assert not driver._conns and not driver._handshakes._all and not driver._table._peers
         assert not driver._table._accepted and not driver._table._probes and not driver._table._dials
         assert len(loop._timers) < 400
