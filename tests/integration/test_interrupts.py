@@ -62,13 +62,14 @@ class HandedIn:
     """The queue of a desk, which knows whether all that was put into it has been done."""
 
     def __init__(self, desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._queue, self._put, self._done = desk._queue, [], set[int]()  # the list keeps the ids unique
+        self._queue, self._put = desk._queue, []
+        self._done: dict[int, object] = {}  # by id; holds them, so that no id comes twice
         self.get, self.get_nowait = desk._queue.get, desk._queue.get_nowait
         do = Errand.do
 
         def note(errand: Errand[Any], *, is_alone: bool = False) -> None:
             do(errand, is_alone=is_alone)
-            self._done.add(id(errand))
+            self._done[id(errand)] = errand
 
         monkeypatch.setattr(desk, "_queue", self)
         monkeypatch.setattr(Errand, "do", note)
