@@ -170,7 +170,7 @@ def test_g1_an_interrupt_of_the_waiter_loses_no_answer(step: str, first: bool) -
         came_to_it = interrupted_at(number, getattr(call, step))
         call.answer()
         call.check()
-    assert number > 2
+    assert number > 1  # of an answer that is there Python 3.13 looks for signals once
 
 
 def test_g1_an_interrupt_of_the_question_leaves_its_answer_to_its_holder() -> None:
