@@ -3,7 +3,8 @@
 Strategy: a connection that cannot be accepted stays in the queue of the system, and its listener stays readable.
 So the listener rests, out of the loop, and looks again: a short shortage costs a peer nothing but a wait. One
 that goes on is told to peers: each connection is accepted with a spare descriptor, gets its refusal, and is closed.
-Invariant: a spare that is lost, because somebody else took what it had left free, is taken back as soon as one is.
+Invariants: a connection is refused only if it could not be accepted, so one that comes after a shortage is taken;
+a spare that is lost, because somebody else took what it had left free, is taken back as soon as one is.
 Threads: the control thread.
 """
 
@@ -66,11 +67,16 @@ class Accepting:
             try:
                 sock, peer = self._sock.accept()
             except (BlockingIOError, InterruptedError):
+                self._short_since = None  # a descriptor was there: the system looks for it first
                 break
             except ConnectionError:  # gone before it was accepted
                 continue
             except OSError as error:
-                return self._do_without(error)
+                if self._sock.fileno() < 0:  # closed by what was accepted before
+                    break
+                if not self._turns_one_away(error):
+                    return PAUSE_S
+                continue
             self._short_since = None
             try:
                 rest_s = self._take(sock, peer)
@@ -90,36 +96,30 @@ class Accepting:
         if spare is not None:
             spare.close()
 
-    def _do_without(self, error: OSError) -> float:
-        if self._sock.fileno() < 0:  # closed by what was accepted before
-            return 0.0
+    def _turns_one_away(self, error: OSError) -> bool:
+        """Refuses one connection, if it has waited long enough; whether there may be another one."""
         now = self._clock()
         if self._short_since is None:
             self._short_since = now
         self._tell("cannot accept on %s: %s; connections wait", error)
-        if now >= self._short_since + PATIENCE_S:
-            self._turn_away(reason_of(error))
         self._take_spare_back()
-        return PAUSE_S
+        if self._spare is None or now < self._short_since + PATIENCE_S:
+            return False
+        self.close()
+        try:
+            with self._sock.accept()[0] as sock, suppress(OSError):
+                self._refuse(sock, reason_of(error))
+            return True
+        except OSError:  # nobody is left, or another thread has taken what was free
+            return False
+        finally:
+            self._take_spare_back()
 
     def _tell(self, text: str, error: OSError | MemoryError) -> None:
         now = self._clock()
         if now >= self._told_at + _TELL_AGAIN_S:
             self._told_at = now
             _log.warning(text, self._where, reason_of(error))
-
-    def _turn_away(self, reason: str) -> None:
-        for _ in range(ACCEPTS_PER_TURN):
-            if self._spare is None:
-                return
-            self.close()
-            try:
-                sock, _ = self._sock.accept()
-            except OSError:  # nobody is left, or another thread has taken what was free
-                return
-            with sock, suppress(OSError):
-                self._refuse(sock, reason)
-            self._take_spare_back()
 
     def _take_spare_back(self) -> None:
         if self._spare is None and self._sock.fileno() >= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -124,6 +125,38 @@ def test_g14_a_refusal_frees_the_spare_for_good_only_if_it_is_stolen(
         monkeypatch.undo()
     assert scene.accepting.run() == 0.0
     assert len(scene.taken) == 1 and scene.accepting._spare is not None
+
+
+def test_g14_what_comes_after_a_shortage_is_taken_though_others_are_being_refused(scene: Scene) -> None:
+    scene.dial()
+    scene.dial()
+    with contextlib.ExitStack() as shortage:
+        shortage.enter_context(descriptors_left(0))
+        scene.accepting.run()
+        scene.now += PATIENCE_S
+        refuse = scene.accepting._refuse
+
+        def last(sock: socket.socket, reason: str) -> None:
+            refuse(sock, reason)
+            shortage.close()
+
+        scene.accepting._refuse = last
+        assert scene.accepting.run() == 0.0
+    assert len(scene.reasons) == 1 and len(scene.taken) == 1
+
+
+def test_g14_a_shortage_is_over_once_there_is_nobody_to_take(scene: Scene) -> None:
+    client = scene.dial()
+    with descriptors_left(0):
+        scene.accepting.run()
+        scene.now += PATIENCE_S
+        scene.accepting.run()
+        assert client.recv(8) == b"no"
+    assert scene.accepting.run() == 0.0
+    scene.dial()
+    with descriptors_left(0):
+        assert scene.accepting.run() == PAUSE_S
+        assert len(scene.reasons) == 1, "it waits again"
 
 
 def test_a_connection_that_cannot_be_used_is_told_why(scene: Scene) -> None:
