@@ -72,13 +72,18 @@ class Pair:
         self._stack.close()
 
 
+def checkouts(bench: Bench) -> dict[str, Path]:
+    """This checkout and, where another is given, that."""
+    return {NOW: _ROOT} if bench.before is None else {NOW: _ROOT, BEFORE: bench.before}
+
+
 @contextmanager
-def pairs(bench: Bench, kv: Kv, backend: str) -> Iterator[dict[str, Pair]]:
-    """A pair of this checkout and, where another is given, one of that."""
-    roots = {NOW: _ROOT} if bench.before is None else {NOW: _ROOT, BEFORE: bench.before}
+def pairs(bench: Bench, kv: Kv, backend: str, *names: str) -> Iterator[dict[str, Pair]]:
+    """A pair of each checkout, or of those that are named."""
     with ExitStack() as stack:
         made = {}
-        for name, root in roots.items():
-            made[name] = Pair(root, kv, backend)
-            stack.callback(made[name].close)
+        for name, root in checkouts(bench).items():
+            if not names or name in names:
+                made[name] = Pair(root, kv, backend)
+                stack.callback(made[name].close)
         yield made
