@@ -9,7 +9,7 @@ every text. So nothing here says why something cannot be done.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -57,15 +57,18 @@ class Express:
         link = self._state.links.get(key.cluster_id)
         if link is None:
             return False
-        route = peer_of(link).routes.find(key.model_id, cache.cache_id)
+        peer = peer_of(link)
+        route = peer.routes.find(key.model_id, cache.cache_id)
         src, dst = src_blocks[0], dst_blocks[0]
         if route is None or route.short is None or type(src) is not int or type(dst) is not int:
             return False
         if not 0 <= src < route.cache.layout.dim0 or not 0 <= dst < route.record.layout.dim0:
             return False
-        return self._fly(link, route, cache, src, dst, started)
+        return self._fly(link, peer, route, cache, src, dst, started)
 
-    def _fly(self, link: Link, route: Route, cache: Cache, src: int, dst: int, started: float) -> bool:
+    def _fly(
+        self, link: Link, peer: Peer, route: Route, cache: Cache, src: int, dst: int, started: float
+    ) -> bool:
         state = self._state
         flight = Flight(link, (route.record.cache_id,))
         flight.run_here()
@@ -73,20 +76,19 @@ class Express:
 
         def body() -> bool:
             with state.lock:
-                if not self._stands(link, route, cache):
+                if not self._stands(link, peer, route, cache):
                     return False
                 state.flights.begin(flight)
-            return self._move(flight, route, src, dst, started)
+            return self._move(flight, peer, route, src, dst, started)
 
         if state.flights.fly(flight, body):
             return True
         flight.check()
         return False
 
-    def _stands(self, link: Link, route: Route, cache: Cache) -> bool:
+    def _stands(self, link: Link, peer: Peer, route: Route, cache: Cache) -> bool:
         """Whether the plain way would begin, and go the same route. The caller holds the lock."""
         state = self._state
-        peer = cast(Peer, link.context)
         if state.closed is not None or state.draining:
             return False
         if peer.closing or state.by_token.get(link.token) is not link:
@@ -101,7 +103,7 @@ class Express:
             peer.routes.keep(msgspec.structs.replace(route, version=table.version))
         return True
 
-    def _move(self, flight: Flight, route: Route, src: int, dst: int, started: float) -> bool:
+    def _move(self, flight: Flight, peer: Peer, route: Route, src: int, dst: int, started: float) -> bool:
         layout = route.record.layout
         stride = layout.stride_nbytes
         if route.short is None:
@@ -110,7 +112,7 @@ class Express:
             return False
         if not route.short.move(flight, src, dst, started + self._state.timeout_s):
             return False
-        cast(Peer, flight.link.context).count_in(stride * layout.num_tensors)
+        peer.count_in(stride * layout.num_tensors)
         return True
 
     # ---- finding routes ------------------------------------------------------------------------------
