@@ -169,6 +169,18 @@ def test_a_connection_that_cannot_be_used_is_told_why(scene: Scene) -> None:
     assert client.recv(8) == b"no" and "max_user_watches" in scene.reasons[0]
 
 
+def test_whoever_takes_it_may_ask_for_a_rest(scene: Scene) -> None:
+    def take(sock: socket.socket, peer: object) -> float:
+        scene.taken.append(sock)
+        return 0.25
+
+    scene.accepting._take = take
+    scene.dial()
+    scene.dial()
+    assert scene.accepting.run() == 0.25
+    assert len(scene.taken) == 1, "the other one waits"
+
+
 def test_it_ends_with_its_listener(scene: Scene) -> None:
     scene.dial()
     scene.listener.close()

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llm_datadist._core import limits
 from llm_datadist._core.limits import NOTIFICATIONS
 from llm_datadist._core.notices import NoticeQueue
 from llm_datadist._engine.endings import Endings
 from llm_datadist._engine.notifications import Notifications
 from llm_datadist._engine.receiver import ReceivedOffer, Receiver
-from llm_datadist._engine.state import Peer
+from llm_datadist._engine.state import Peer, peer_of
 from llm_datadist._wire.messages import Decided, Done, EndOffer, Finish
 from llm_datadist.status import (
     LinkFailedError,
@@ -145,6 +146,43 @@ def test_g2_a_call_ends_once() -> None:
     owner.finish(lease_id=0)
     owner.decide(True)
     assert (owner.answers, owner.pulled) == ([OK, LLMStatusCode.LLM_PARAM_INVALID], RELEASED)
+
+
+def test_g17_a_peer_may_leave_so_many_reads_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "UNDECIDED", 2)
+    owner = Owner()
+    for number in (3, 4, 5):
+        owner.leases[number] = SimpleNamespace(lease_id=number, key="k", record="r")
+
+    def finish(number: int) -> None:
+        read: Any = {"notify": None, "lease_id": number, "first_tensor": 0, "tensor_stop": 2}
+        owner.endings.finish(owner.link, Finish(id=number, **read))
+
+    for number in (3, 4, 5):
+        finish(number)
+    assert owner.answers == [OK, OK, FULL]
+    assert list(owner.leases) == [5], "what is refused changes nothing"
+    owner.decide(False, 4)
+    finish(5)
+    assert owner.answers[3:] == [OK]
+
+
+def test_a_lease_that_ends_counts_what_left() -> None:
+    owner = Owner()
+    owner.finish(nbytes=100)
+    assert peer_of(owner.link).bytes_out == 100
+    owner = Owner()
+    owner.finish(lease_id=0, nbytes=100)
+    assert peer_of(owner.link).bytes_out == 0, "nothing was read"
+
+
+def test_g21_a_push_makes_its_end_ready_once() -> None:
+    owner = Owner()
+    owner.endings.park(owner.link, 1, "n", b"m", DONE)
+    with pytest.raises(ParamInvalidError, match="asked for already"):
+        owner.endings.park(owner.link, 1, "n", b"m", DONE)
+    owner.decide(True)
+    assert owner.said == SAID
 
 
 def test_a_peer_is_held_to_the_limits() -> None:

@@ -23,7 +23,7 @@ from llm_datadist._wire.messages import (
     Resolve,
     Word,
 )
-from llm_datadist.status import CacheNotExistError, LLMStatusCode, OutOfMemoryError
+from llm_datadist.status import CacheNotExistError, LinkFailedError, LLMStatusCode, OutOfMemoryError
 from tests.support.links_alone import Carrier, frame, link_alone
 
 OK, FULL, TIMEOUT = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_OUT_OF_MEMORY, LLMStatusCode.LLM_TIMEOUT
@@ -144,6 +144,12 @@ def test_g9_a_refusal_is_the_cause() -> None:
     cause = caught.value.__cause__
     assert isinstance(cause, Refusal)
     assert (cause.code, cause.text) == (FULL, "said so")
+
+
+def test_g15_an_answer_of_another_kind_is_no_success() -> None:
+    call = Call(lambda call: call.link.answer(1, frame(Decided(finish_id=1, ok=True))))
+    with pytest.raises(LinkFailedError, match="unexpected answer Decided"):
+        call.run(time.monotonic() + 60)
 
 
 def test_g2_the_first_word_counts() -> None:
