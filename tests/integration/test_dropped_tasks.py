@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheTask, LayerSynchronizer, LLMStatusCode
+from llm_datadist._engine import dropped
 from llm_datadist.testing.stopwatch import Stopwatch
 from tests.support.engines import Engines, Layers, unlink
 from tests.support.pair import COMBOS, SUCCESS, Combo
@@ -136,7 +137,10 @@ def test_g19_one_that_is_kept_is_not_told_before_it_goes(
 ) -> None:
     task = b_local.pull()
     _ended(task)
-    _looked(b_local.caller)
+    watched = b_local.caller._engine._state.dropped  # type: ignore[union-attr]
+    assert wait_until(lambda: watched._pause_s > dropped._FIRST_LOOK_S, 10), (
+        "looked at once, it is looked at again"
+    )
     assert _told(caplog) == []
     del task
     _told_once(caplog)

@@ -173,6 +173,24 @@ def test_g5_a_file_that_was_cut_short(
     memory.close()
 
 
+def test_g5_a_file_that_was_cut_short_before_another_that_was_not(
+    asked: Writability, file: tuple[int, int]
+) -> None:
+    fd, address = file
+    other = os.memfd_create("other")
+    os.ftruncate(other, 8 * PAGE)
+    there = map_memory(None, 8 * PAGE, READ_WRITE, mmap.MAP_SHARED, other)
+    try:
+        bases = [address, there]
+        assert asked.first_unwritable(_extents(bases, [(0, 8 * PAGE)])) is None
+        os.ftruncate(fd, 6 * PAGE)
+        row, at = asked.first_unwritable(_extents(bases, [(0, 8 * PAGE)])) or (None, 0)
+        assert row == 0 and address + 6 * PAGE <= at < address + 8 * PAGE
+    finally:
+        os.close(other)
+        LIBC.munmap(_at(there), ctypes.c_size_t(8 * PAGE))
+
+
 def test_no_byte_is_changed_and_few_pages_are_made(asked: Writability, file: tuple[int, int]) -> None:
     fd, address = file
     os.pwrite(fd, b"x" * 100, 3 * PAGE)
