@@ -31,6 +31,7 @@ from tests.support.interrupted import (
     TakeOver,
     Two,
     Unlink,
+    UnlinkBusy,
     Unregister,
     skip_in_a,
     strike_all,
@@ -39,8 +40,8 @@ from tests.support.steps import Steps
 from tests.support.world import wait_until
 
 CALLS: list[Callable[[], Call]] = [
-    Allocate, Deallocate, Register, TakeOver, Unregister, RemoveKey, Link, Unlink, Pull, PullOne, PullAsync, Push,
-    PushLayers, Copy, Send, Take,
+    Allocate, Deallocate, Register, TakeOver, Unregister, RemoveKey, Link, Unlink, UnlinkBusy, Pull, PullOne,
+    PullAsync, Push, PushLayers, Copy, Send, Take,
 ]  # fmt: skip
 IN_THE_CALLER: list[object] = [Pull, PullOne, Copy]
 SOME_OF_THE_ENGINE = [pytest.param(31, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
-from llm_datadist._engine import executor, initiator
+from llm_datadist._engine import executor, initiator, receiver
 from llm_datadist._engine.initiator import _Pull
 from llm_datadist._engine.linking import Linking
 from tests.support.engines import Engines, Layers, unlink
@@ -19,14 +19,15 @@ from tests.support.pair import COMBOS, MODE_A, SUCCESS, Combo
 from tests.support.which_combos import TWO_COMBOS
 from tests.support.world import wait_until
 
-DOWN = (LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK)
+NOT_LINKED = LLMStatusCode.LLM_NOT_YET_LINK
+DOWN = (LLMStatusCode.LLM_LINK_FAILED, NOT_LINKED)
 
 
 class Two(Engines):
     """Cluster 1 owns blocks of ones; cluster 2, which dialled it, has somewhere to put them."""
 
     def __init__(self, combo: Combo) -> None:
-        super().__init__(combo.mode, combo.backend)
+        super().__init__(combo.mode, combo.backend, 20_000)
         self.owner, self.other = self.make(1), self.make(2)
         assert self.link(self.other, 1, self.owner) == SUCCESS
         self.blocks(self.owner, 1, model_id=0)
@@ -68,6 +69,114 @@ def test_a_task_between_two_layers_at_the_other_side_keeps_the_link(two: Two, ti
     assert task.synchronize(5000) == SUCCESS
     assert (into[:, 3] == 7).all() and (into[:, :3] == 0xA5).all()
     assert unlink(two.owner, 2) == SUCCESS
+
+
+class Relay:
+    """Calls that follow each other without a gap: each ends when the next one has begun, or none can any more."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call, self._changed = call, threading.Condition()
+        self._begun, self.codes = 0, list[LLMStatusCode]()
+        self._threads = [threading.Thread(target=self._run) for _ in range(2)]
+
+    def hold(self, monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> None:
+        """What each call does there is when it has begun."""
+        do = getattr(where, name)
+
+        def held(*args: Any) -> Any:
+            with self._changed:
+                self._begun += 1
+                mine = self._begun
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._begun > mine or self.codes, 20)
+            return do(*args)
+
+        monkeypatch.setattr(where, name, held)
+
+    def _run(self) -> None:
+        try:
+            while not self.codes:
+                self._call()
+        except LLMException as error:
+            self._end(error.status_code)
+
+    def _end(self, *codes: LLMStatusCode) -> None:
+        with self._changed:
+            self.codes += codes
+            self._changed.notify_all()
+
+    def __enter__(self) -> Relay:
+        for thread in self._threads:
+            thread.start()
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._begun > 3, 20)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if not self.codes:
+            self._end(SUCCESS)
+        for thread in self._threads:
+            thread.join()
+
+
+@pytest.mark.rule("4.45")
+@pytest.mark.parametrize("who", ["the caller", "the peer"])
+@pytest.mark.parametrize("how", ["pull", "push"])
+def test_g18_an_unlink_ends_beside_calls_that_follow_each_other(
+    two: Two, monkeypatch: pytest.MonkeyPatch, how: str, who: str
+) -> None:
+    """They are refused while it waits, on the side that makes them: those before them end, and so does it."""
+    if two.mode == "A" and how == "push":
+        pytest.skip("pushes need mode B")
+    manager = two.other.cache_manager
+    call = manager.push_blocks if how == "push" else manager.pull_blocks
+    relay = Relay(lambda: call(BlocksCacheKey(1, 0), two.cache, [1, 3], [1, 3]))
+    relay.hold(monkeypatch, receiver if how == "push" else initiator, "move")
+    unlinking, cluster_id = (two.other, 1) if who == "the caller" else (two.owner, 2)
+    with relay:
+        assert unlink(unlinking, cluster_id) == SUCCESS
+    assert set(relay.codes) == {NOT_LINKED}
+    assert wait_until(lambda: not two.other.links() and not two.owner.links())
+
+
+@pytest.mark.rule("4.46")
+@pytest.mark.parametrize("who", ["the caller", "the peer"])
+def test_an_unlink_that_ends_without_success_leaves_the_link_as_it_was(
+    two: Two, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """Of two that wait, the first one's end does not open what the second still holds closed."""
+    begun, go_on = threading.Event(), threading.Event()
+    move = initiator.move
+
+    def hold(*args: Any) -> None:
+        begun.set()
+        go_on.wait(20)
+        move(*args)
+
+    engine, cluster_id = (two.other, 1) if who == "the caller" else (two.owner, 2)
+    link = engine._engine._state.links.get(cluster_id)  # type: ignore[union-attr]
+    codes: list[LLMStatusCode] = []
+    pull = threading.Thread(target=two.pull)
+    longer = threading.Thread(target=lambda: codes.append(unlink(engine, cluster_id, 1000)))
+    monkeypatch.setattr(initiator, "move", hold)
+    pull.start()
+    try:
+        assert begun.wait(10)
+        monkeypatch.setattr(initiator, "move", move)
+        longer.start()
+        assert wait_until(lambda: link.context.closing == 1)
+        assert unlink(engine, cluster_id, 50) == LLMStatusCode.LLM_LINK_BUSY
+        with pytest.raises(LLMException) as caught:
+            engine.send_notify(cluster_id, "name", b"")
+        assert caught.value.status_code == NOT_LINKED and not codes
+        longer.join()
+        assert codes == [LLMStatusCode.LLM_LINK_BUSY]
+        engine.send_notify(cluster_id, "name", b"")
+    finally:
+        go_on.set()
+        pull.join()
+    assert two.pulls()
+    assert unlink(engine, cluster_id) == SUCCESS
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -19,6 +19,7 @@ from llm_datadist import (
     NotLinkedError,
     Placement,
 )
+from llm_datadist._engine.flights import Flight
 from tests.support import allocated
 from tests.support.engines import Engines, Layers, unlink
 from tests.support.memory import FILL
@@ -210,6 +211,24 @@ class Unlink(Call):
     def done(self, two: Two, result: object) -> None:
         assert not two.reader.links()
         assert wait_until(lambda: not two.owner.links(), END_S)
+
+
+class UnlinkBusy(Call):
+    """A transfer goes on for longer than it waits: the link is as it was."""
+
+    def prepare(self, two: Two) -> None:
+        self._flight = Flight(two.state.links.get(1), ())
+
+    def make(self, two: Two) -> object:
+        two.state.flights._all.add(self._flight)
+        try:
+            return unlink(two.reader, 1, 20)
+        finally:
+            two.state.flights._all.discard(self._flight)
+
+    def done(self, two: Two, result: object) -> None:
+        assert result == LLMStatusCode.LLM_LINK_BUSY
+        Pull().make(two)
 
 
 class Pull(Call):

@@ -1,8 +1,10 @@
 """Links as callers see them: link, unlink, check, list.
 
 A link goes with the last that holds it: link_clusters, on either side, or a comm of this one.
-``unlink`` drops a link only when nothing is in flight on either side, or by force. Who asked drops the
-connection; the peer marks its side as unlinked and sees it go.
+``unlink`` drops a link only when nothing is in flight on either side, or by force. While it waits for that its side
+begins nothing new there, so calls that follow each other do not keep it from its end; then it asks the peer, whose
+side does the same with its own calls. Who asked drops the connection; the peer marks its side as unlinked and sees
+it go.
 """
 
 from __future__ import annotations
@@ -132,7 +134,11 @@ class Linking:
     def _drop_if_idle(self, link: Link, deadline: float, call: Call, *, if_unused: bool) -> LLMStatusCode:
         if not self._close_when_idle(link, deadline, lambda: call.dropped):
             return LLMStatusCode.LLM_LINK_BUSY
-        return self._agree(link, deadline, call, if_unused=if_unused)
+        try:
+            return self._agree(link, deadline, call, if_unused=if_unused)
+        except BaseException:
+            self._reopen(link)
+            raise
 
     def _unlink(self, cluster_id: int, deadline: float, call: Call, *, force: bool) -> LLMStatusCode:
         state = self._state
@@ -174,7 +180,7 @@ class Linking:
         else:
             said = code_of(answer.code) if isinstance(answer, Done) else code
             if said in _STAYS:
-                peer.closing = False
+                self._reopen(link)
                 return _STAYS[said]
             peer.unlinked = said == LLMStatusCode.LLM_SUCCESS
         self._drop(link, "unlinked", tell=False)
@@ -195,22 +201,41 @@ class Linking:
         gone: Callable[[], bool] = lambda: False,
         wait: Callable[[float], None] | None = None,
     ) -> bool:
-        """Marks the link as closing once nothing is in flight on it; False when it is busy until then.
+        """Lets nothing new begin here, and waits for what is in flight; False when it is busy until then.
 
-        Also false when nobody waits for that any more (``gone``).
+        What the peer begins meanwhile is not waited for: it is asked next, and knows. Also false when nobody waits
+        for that any more (``gone``). After false the link is as it was.
         """
-        state = self._state
+        state, peer, idle = self._state, peer_of(link), False
         with state.lock:
-            while True:
-                now = time.monotonic()
-                state.leases.expire(now)
-                leases = state.leases.of_holder(link.token)
-                if not leases and not state.flights.where(lambda f: f.uses(link)):
-                    peer_of(link).closing = True
-                    return True
-                if now >= deadline or gone():
-                    return False
-                (wait or state.condition.wait)(min([deadline, *(x.expires_at for x in leases)]) - now)
+            peer.closing += 1
+            try:
+                idle = self._wait_idle(link, deadline, gone, wait or state.condition.wait)
+            finally:
+                peer.closing -= not idle
+        return idle
+
+    def _wait_idle(
+        self, link: Link, deadline: float, gone: Callable[[], bool], wait: Callable[[float], None]
+    ) -> bool:
+        """Whether what is in flight now has ended by then. The caller holds the lock."""
+        flights, leases = self._state.flights, self._state.leases
+        begun, held = set(flights.where(lambda f: f.uses(link))), leases.of_holder(link.token)
+        while not gone():
+            now = time.monotonic()
+            leases.expire(now)
+            held = [lease for lease in held if leases.holds(lease)]
+            if not held and not flights.where(begun.__contains__):
+                return True
+            if now >= deadline:
+                break
+            wait(min([deadline, *(lease.expires_at for lease in held)]) - now)
+        return False
+
+    def _reopen(self, link: Link) -> None:
+        """An unlink has ended, and the link stays."""
+        with self._state.lock:
+            peer_of(link).closing -= 1
 
     def unlink_asked(self, link: Link, message: Unlink) -> None:
         """The peer wants to unlink: yes when we are idle, busy at its time-out. Not for the control thread."""

@@ -69,7 +69,7 @@ class Peer:
     offers: dict[int, object] = field(default_factory=dict)
     parts: int = 0  # of these, that wait or are being read
     asked: int = 0  # Unlink and Settle that wait
-    closing: bool = False  # an unlink is being agreed: no new transfers of ours
+    closing: int = 0  # unlinks that wait or are being agreed: no new transfers of ours
     unlinked: bool = False  # the peer was told that it may drop the link
     by_clusters: bool = False  # a caller of link_clusters here wants this link
     bytes_out: int = 0
