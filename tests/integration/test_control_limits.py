@@ -11,12 +11,13 @@ import pytest
 
 from llm_datadist._core import limits
 from llm_datadist._link.connection import Connection
-from llm_datadist._link.link import LinkLost
+from llm_datadist._link.link import Link, LinkLost
+from llm_datadist._wire.framing import Frame
 from llm_datadist._wire.messages import Done, Finish, Ping, Pong, Unlink
 from llm_datadist.status import LLMStatusCode
 from llm_datadist.testing.stopwatch import Stopwatch
 from tests.support.attacks import frame
-from tests.support.links import Engine
+from tests.support.links import Engine, Notes
 from tests.support.raw_links import RawPeer
 from tests.support.world import wait_until
 
@@ -29,8 +30,27 @@ def connection(engine: Engine) -> Connection:
     return conn
 
 
+class Generous(Notes):
+    """Gives a short question a long answer."""
+
+    def on_message(self, link: Link, frame: Frame) -> None:
+        super().on_message(link, Frame(frame.message, (bytes(256 << 10),)))
+
+
+def test_g17_two_that_owe_each_other_much_both_have_their_answers() -> None:
+    """Each has more to say than the sockets take, before either has read any of it."""
+    with Engine(1, notes=Generous()) as a, Engine(2, notes=Generous()) as b:
+        assert a.service.dial([b.target], 5) == [OK]
+        assert b.notes.wait_for(lambda: bool(b.notes.ups))
+        links = [a.notes.ups[0], b.notes.ups[0]]
+        asked = [link.call(Unlink(id=link.next_id(), time_left_ms=1)) for _ in range(100) for link in links]
+        assert wait_until(lambda: all(one.answered for one in asked), 20)
+
+
 @pytest.mark.rule("S.24")
-def test_g17_a_link_whose_answers_are_not_read_is_not_read_from() -> None:
+def test_g17_a_link_whose_answers_are_not_read_is_not_read_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for ever: its questions wait, and when so many do, it does."""
+    monkeypatch.setattr(limits, "HELD_NBYTES", 4 * MIB)
     question = frame(Unlink(id=7, time_left_ms=1), bytes(16 << 10))  # and as long an answer
     with Engine(1, heartbeat_ms=60_000) as engine, RawPeer(engine.address) as peer:
         peer.link(1)
@@ -38,8 +58,9 @@ def test_g17_a_link_whose_answers_are_not_read_is_not_read_from() -> None:
         asking = threading.Thread(target=lambda: peer.sock.sendall(question * 4096), daemon=True)
         peer.sock.settimeout(30)
         asking.start()
-        assert wait_until(lambda: conn.outbox.owes and conn._interest == selectors.EVENT_WRITE, 20)
+        assert wait_until(lambda: conn.inbox.is_full and conn._interest == selectors.EVENT_WRITE, 20)
         assert conn.outbox.nbytes < limits.OWED_NBYTES + limits.TURN_NBYTES
+        assert conn.inbox.waiting_nbytes < limits.HELD_NBYTES + limits.TURN_NBYTES
         taken = conn.session.frames_in
         assert taken < 4096, "the rest waits in its socket"
         for _ in range(4096):  # it reads at last: each question is answered

@@ -140,7 +140,10 @@ PUSH_EDGES = _limit(
 # ---- what is held ----------------------------------------------------------------------------------------------
 
 OWED_NBYTES = _limit(
-    "OWED_NBYTES", "link", 1 << 20, "answers not sent yet; above it the link is not read from"
+    "OWED_NBYTES", "link", 1 << 20, "answers not sent yet; above it what would be answered waits"
+)
+HELD_NBYTES = _limit(
+    "HELD_NBYTES", "link", 64 << 20, "that waits so, 1 KiB each at least; above it the link is not read from"
 )
 OUTBOX_NBYTES = _limit(
     "OUTBOX_NBYTES",

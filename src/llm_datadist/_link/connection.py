@@ -2,7 +2,7 @@
 
 Invariants: frames leave whole and in the order in which they were posted, whoever posts; ``on_closed`` of
 the owner is called exactly once, unless the socket was handed over; a peer that does not read its answers is
-not read from, and one that floods us has its share of the control thread, a turn at a time. The socket is
+asked to wait (``inbox``), and one that floods us has its share of the control thread, a turn at a time. The socket is
 closed under the lock under which it is written, so that no other thread writes to a descriptor that has
 become someone else's.
 Threads: ``post``, ``flush``, ``note_alive``, ``charge``, ``call_soon``, ``on_control_thread`` from any; the rest on the
@@ -16,10 +16,11 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from llm_datadist._core import limits
 from llm_datadist._core.share import Share
+from llm_datadist._link.inbox import Inbox
 from llm_datadist._link.link import Link
 from llm_datadist._link.loop import ControlLoop, TimerHandle
 from llm_datadist._link.outbox import Outbox
@@ -51,6 +52,7 @@ class Connection:
         number: Its name in the table.
         session: The protocol.
         outbox: What waits to be sent.
+        inbox: What has come.
         link: Once it is up.
         ends: Of the TCP connection, as seen from here.
         peer_address: Text, for people.
@@ -87,14 +89,13 @@ class Connection:
         self._mark_dirty = mark_dirty
         self._lock = threading.Lock()
         self.outbox = Outbox(lambda: owner.waiting_nbytes(lambda conn: conn.outbox.about))
+        self.inbox = Inbox(
+            session, self.outbox, lambda number: self.link is None or self.link.expects(number)
+        )
         self._share = Share(limits.BURST_S, limits.SHARE, time.monotonic())
         self._rests = False  # until its share of the control thread allows for more
         self._interest = 0
-        self._closed = False
-        self._wants_write = False
-        self._failing = False
-        self._corked = False
-        self._dirty = False
+        self._closed = self._failing = self._wants_write = self._corked = self._dirty = False
         self._alive_at = 0.0
         self._timer: TimerHandle | None = None
         self._timer_at = float("inf")
@@ -209,15 +210,16 @@ class Connection:
         self.flush()
         if owed and self.outbox.about < waiting:
             self.note_alive()  # it reads its answers; its heartbeats wait behind its questions
-        if self.session.more:
+        if self.inbox.more:
             self._read()
         self._watch()
 
     def _watch(self) -> None:
         if self._closed:
             return
-        read = 0 if self._rests or self.outbox.owes or self.session.more else selectors.EVENT_READ
-        interest = read | (selectors.EVENT_WRITE if self._wants_write else 0)
+        write = self._wants_write or (self.inbox.holds and not self._rests)  # whoever makes room for it
+        read = 0 if self._rests or self.inbox.is_full or self.inbox.more else selectors.EVENT_READ
+        interest = read | (selectors.EVENT_WRITE if write else 0)
         if interest == self._interest:
             return
         self._interest = interest
@@ -228,37 +230,36 @@ class Connection:
 
     def _read(self) -> None:
         """One turn: first what came before and had to wait, then what is in the socket."""
-        if self._closed or self._rests or self.outbox.owes:
+        if self._closed or self._rests or self.inbox.is_full:
             return
         began = time.monotonic()
-        if (self._read_turn(began + limits.TURN_S) or self.session.more) and not self._closed:
+        if (self._read_turn(began + limits.TURN_S) or self.inbox.more) and not self._closed:
             self._rest(time.monotonic() - began)
         self._watch()
 
     def _read_turn(self, until: float) -> bool:
         """True: there may be more."""
-        nbytes, stop = limits.TURN_NBYTES, self.session.frames_in + limits.TURN_MESSAGES
-        while not self._closed and not self.outbox.owes:
-            data = b"" if self.session.more else self._receive()
+        inbox, nbytes, stop = self.inbox, limits.TURN_NBYTES, self.inbox.taken + limits.TURN_MESSAGES
+        while not self._closed and not inbox.is_full:
+            data = b"" if inbox.more else self._receive()
             if data is None:
                 return False
             nbytes -= len(data)
-            few = min(MESSAGES_AT_ONCE, stop - self.session.frames_in)
-            self._handle(self.session.receive(data, time.monotonic(), few))
+            few = min(MESSAGES_AT_ONCE, stop - inbox.taken)
+            self._handle(inbox.receive(data, time.monotonic(), few))
             self._check_inbox()
-            if nbytes <= 0 or self.session.frames_in >= stop or time.monotonic() > until:
+            if nbytes <= 0 or inbox.taken >= stop or time.monotonic() > until:
                 return not self._closed
-            if data and len(data) < self._calls.nbytes and not self.session.more:
+            if data and len(data) < self._calls.nbytes and not inbox.more:
                 return False  # that was all; the end of the stream, if it is there, wakes us again
         return False
 
     def _check_inbox(self) -> None:
-        """A message that does not come to its end takes no room from all others."""
-        if self._closed or self.session.waiting_nbytes <= limits.INBOX_SURE_NBYTES:
-            return
-        waiting = self._owner.waiting_nbytes(lambda conn: conn.session.waiting_nbytes)
-        if waiting > limits.INBOXES_NBYTES:
-            self.close(f"{waiting >> 20} MiB of unfinished messages wait on all links", error=True)
+        """What waits here, such as a message that does not come to its end, takes no room from all others."""
+        if not self._closed and self.inbox.waiting_nbytes > limits.INBOX_SURE_NBYTES:
+            waiting = self._owner.waiting_nbytes(lambda conn: conn.inbox.waiting_nbytes)
+            if waiting > limits.INBOXES_NBYTES:
+                self.close(f"{waiting >> 20} MiB of messages wait on all links", error=True)
 
     def _receive(self) -> bytes | None:
         try:
@@ -283,7 +284,7 @@ class Connection:
         if rest_s > 0:
             self._rests = True
             self._loop.call_at(now + rest_s, self._go_on)
-        elif self.session.more:
+        elif self.inbox.more:
             self._loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
@@ -291,7 +292,7 @@ class Connection:
         if not self._closed:
             self._read()
 
-    def _handle(self, events: list[Event]) -> None:
+    def _handle(self, events: Iterable[Event]) -> None:
         try:
             for event in events:
                 if self._closed:
@@ -387,6 +388,7 @@ class Connection:
         with self._lock:
             self._closed = True
             self.outbox.clear()
+            self.inbox.clear()
             self._loop.unregister(self._sock)
         if self._timer is not None:
             self._timer.cancel()

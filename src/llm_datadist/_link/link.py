@@ -308,6 +308,10 @@ class Link:
         """Whether the caller is the control thread."""
         return self._carrier.on_control_thread()
 
+    def expects(self, message_id: int) -> bool:
+        """Whether somebody waits for this answer."""
+        return message_id in self._pending
+
     def answer(self, message_id: int, frame: Frame) -> bool:
         """Gives an answer to its Pending; False if nobody waits for it. Control thread only."""
         pending = self._pending.pop(message_id, None)

@@ -44,7 +44,7 @@ class Outbox:
 
     @property
     def owes(self) -> bool:
-        """Whether the peer leaves so many answers unread that it should not be asked for more questions."""
+        """Whether the peer leaves so many answers unread that it should get no more of them."""
         return self._owed > limits.OWED_NBYTES
 
     def has_room(self, nbytes: int) -> bool:

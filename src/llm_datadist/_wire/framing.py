@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -36,10 +36,11 @@ class OversizeError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message and its attachments."""
+    """One message and its attachments. ``nbytes``: that it had on the wire."""
 
     message: AnyMessage
     attachments: tuple[bytes, ...] = ()
+    nbytes: int = field(default=0, compare=False)
 
 
 def encode(message: Message, attachments: Sequence[Buffer] = ()) -> list[Buffer]:
@@ -157,7 +158,7 @@ def _parse(frame: memoryview) -> Frame:
         for size in sizes:
             attachments.append(bytes(frame[at : at + size]))
             at += size
-        return Frame(message, tuple(attachments))
+        return Frame(message, tuple(attachments), len(frame))
 
 
 def _decode(body: memoryview) -> AnyMessage:

@@ -101,6 +101,13 @@ class AnswerIn:
 
 
 @dataclass(frozen=True, slots=True)
+class PingIn:
+    """Up: owes ``pong``."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
 class LivenessIn:
     """Up: the peer fell silent, or is heard again."""
 
@@ -117,7 +124,7 @@ class Closed:
 
 Event: TypeAlias = (
     HelloIn | DataIn | WelcomeIn | ConfirmIn | EstablishedIn | RefusedIn
-    | MessageIn | AnswerIn | LivenessIn | Closed
+    | MessageIn | AnswerIn | PingIn | LivenessIn | Closed
 )  # fmt: skip
 Action: TypeAlias = Callable[["Session", Any, Frame], "Event | None"]
 _OVER = frozenset({State.CLOSED, State.HANDED_OVER})  # no byte is looked at any more
@@ -235,6 +242,10 @@ class Session:
         self.state = State.CLOSED
         self._out += encode(m.Refused(code=code, text=text, kind=kind))
 
+    def pong(self, number: int) -> None:
+        """Answers a Ping."""
+        self._out += encode(m.Pong(id=number))
+
     def bye(self, text: str) -> None:
         """Ends a link that is up; send what is outgoing, then close."""
         if self.state is State.UP:
@@ -334,8 +345,8 @@ class Session:
     def _on_heartbeat(self, heartbeat: m.Heartbeat, frame: Frame) -> None:
         return None  # the bytes themselves were the sign of life
 
-    def _on_ping(self, ping: m.Ping, frame: Frame) -> None:
-        self._out += encode(m.Pong(id=ping.id))
+    def _on_ping(self, ping: m.Ping, frame: Frame) -> Event:
+        return PingIn(ping.id)
 
     def _on_answer(self, answer: m.Pong | m.Done | m.Grant | m.Found, frame: Frame) -> Event:
         return AnswerIn(answer.id, frame)

@@ -224,7 +224,9 @@ def test_large_frames_only_once_it_is_up() -> None:
 def test_a_ping_is_answered_and_answers_are_told_apart() -> None:
     session = up_dialler()
     events = session.receive(wire(m.Ping(id=4), m.Pong(id=5), m.Done(id=6, code=0), m.Heartbeat()), 0.0)
-    assert [event.id for event in events if isinstance(event, s.AnswerIn)] == [5, 6] and len(events) == 2
+    assert [event.id for event in events if isinstance(event, s.AnswerIn)] == [5, 6] and len(events) == 3
+    assert events[0] == s.PingIn(4)
+    session.pong(4)
     assert said(session) == [m.Pong(id=4)]
 
 
