@@ -13,7 +13,7 @@ from llm_datadist._core.pool_config import PoolConfig
 from llm_datadist._core.segments import U64
 from llm_datadist._shortages import hint_of
 from llm_datadist.devices.pool_memory import PoolMemory
-from llm_datadist.devices.shared_memory import SharedArea
+from llm_datadist.devices.shared_memory import NotSharable, SharedArea
 from llm_datadist.enums import Placement
 from llm_datadist.infos import PoolInfo
 from llm_datadist.status import OutOfMemoryError, ParamInvalidError
@@ -68,12 +68,20 @@ class Pools:
 
     @property
     def areas(self) -> tuple[SharedArea, ...]:
-        """What peers on this host may map.
+        """What peers on this host may map."""
+        unshared = self.unshared
+        return tuple(pool.memory.area for at, pool in self._pools.items() if _PROPERTY[at] not in unshared)
 
-        Raises:
-            NotSharable: This kernel cannot seal it.
-        """
-        return tuple(pool.memory.area for pool in self._pools.values())
+    @property
+    def unshared(self) -> dict[str, NotSharable]:
+        """The pools that no peer may map, by the property that asks for each, and why."""
+        found = {}
+        for placement, pool in self._pools.items():
+            try:
+                _ = pool.memory.area
+            except NotSharable as why:
+                found[_PROPERTY[placement]] = why
+        return found
 
     @property
     def bounds(self) -> dict[Placement, tuple[int, int]]:

@@ -133,12 +133,29 @@ class TransportSet:
     def _open_shm(self) -> None:
         state, links = self._state, self._state.links
         with self._or_without(ShmTransport):
+            if self._wants(ShmTransport):
+                self._see_pools()
             areas = (state.slab.area, *state.pools.areas)
             self.words = ShmTransport(
                 areas, self._movers, links.add_reader, links.remove_reader, secrets.token_bytes
             )
             if self._wants(ShmTransport):
                 self.opened[ShmTransport.name] = self.words
+
+    def _see_pools(self) -> None:
+        """A pool that cannot be shared is read some other way, unless that is forbidden.
+
+        Raises:
+            NotSharable: It is; the text says what is wrong.
+            OSError: Likewise, and it may be had a moment later.
+        """
+        for name, why in self._state.pools.unshared.items():
+            if self._state.options.backend == AUTO:
+                _LOG.info("the pool of %s is not read by transport shm: %s", name, why)
+                continue
+            if isinstance(why.__cause__, OSError) and is_shortage(why.__cause__):
+                raise why.__cause__
+            raise NotSharable(f"the pool of {name} cannot be shared: {why}") from why
 
     def _open_nixl(self) -> None:
         """What is registered before the endpoint is asked for needs no token: words and pools."""

@@ -1,4 +1,4 @@
-"""Memory of a pool: a memfd mapped here, so that a peer on the same host can be given it.
+"""Memory of a pool: a memfd mapped here, so that a peer on the same host can be given it; private without a memfd.
 
 Pages are made by the system when first touched, and are zero then. A size that the machine does not have
 is refused here: touched later, it would end the process. A forked child sees zeros in its place, and keeps
@@ -20,6 +20,8 @@ from llm_datadist.devices.mapping import (
     PRIVATE,
     PROT_NONE,
     READ_WRITE,
+    WIPE_ON_FORK,
+    advise,
     map_memory,
     unmap,
 )
@@ -31,7 +33,7 @@ class PoolMemory:
 
     Attributes:
         address: Where it begins.
-        fd: The memfd behind it.
+        fd: The memfd behind it; -1 if there is none.
 
     Raises:
         MemoryError: The machine does not have so much; the text says how much it has.
@@ -44,11 +46,22 @@ class PoolMemory:
             raise MemoryError(f"{nbytes} bytes are asked for, {available} are available on this machine")
         self.nbytes = nbytes
         self.address = 0
-        self.fd = create_memfd("llm-datadist-pool", nbytes)
+        self.fd = -1
+        self._refused: OSError | None = None
+        self._unsealed = ""
+        try:
+            self.fd = create_memfd("llm-datadist-pool", nbytes)
+        except OSError as exc:  # its memory can be had all the same
+            self._refused = exc.with_traceback(None)
         try:
             self.address = _reserve(nbytes, alignment)
-            map_memory(self.address, nbytes, READ_WRITE, mmap.MAP_SHARED | FIXED, self.fd)
-            self._unsealed = seal(self.fd)
+            if self._refused is None:
+                map_memory(self.address, nbytes, READ_WRITE, mmap.MAP_SHARED | FIXED, self.fd)
+                self._unsealed = seal(self.fd)
+            else:
+                map_memory(self.address, nbytes, READ_WRITE, PRIVATE | FIXED | NO_RESERVE, -1)
+                with contextlib.suppress(OSError):
+                    advise(self.address, nbytes, WIPE_ON_FORK)
         except BaseException:
             self.close()
             raise
@@ -58,8 +71,12 @@ class PoolMemory:
         """What a peer may be given, until the descriptor is closed.
 
         Raises:
-            NotSharable: Nothing; the text says why.
+            NotSharable: Nothing; the text says why. Caused by what the system refused, if it did.
         """
+        if self._refused is not None:
+            raise NotSharable(
+                f"this system gives no memory that can be shared: {self._refused}"
+            ) from self._refused
         if self._unsealed:
             raise NotSharable(self._unsealed)
         return SharedArea(self.address, self.nbytes, self.fd)

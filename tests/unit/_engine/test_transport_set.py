@@ -13,6 +13,8 @@ import pytest
 
 from llm_datadist import (
     BlocksCacheKey,
+    CacheDesc,
+    DataType,
     FeatureNotEnabledError,
     LLMDataDist,
     LLMRole,
@@ -31,7 +33,7 @@ from tests.support.allocated import pool
 from tests.support.engines import Engines
 from tests.support.fake_nixl import World
 from tests.support.local_pair import PROOF
-from tests.support.memory import FILL
+from tests.support.memory import FILL, bytes_at
 
 SUCCESS = LLMStatusCode.LLM_SUCCESS
 POOL = {"MemPoolConfig": pool(1 << 20), "HostMemPoolConfig": pool(1 << 20)}
@@ -172,6 +174,76 @@ def test_g8_what_is_merely_short_is_no_reason_to_do_without_it(
     assert f"transport {kind.name} cannot be opened" in str(told.value)
     assert not leaks.differences(before)
     monkeypatch.undo()
+
+
+def _without_memfd(patch: pytest.MonkeyPatch, number: int, pools: int = 2) -> None:
+    """The system refuses the memory of that many pools, as any other."""
+    real, left = os.memfd_create, iter(range(pools))
+
+    def create(name: str, flags: int) -> int:
+        if "pool" in name and next(left, None) is not None:
+            raise OSError(number, os.strerror(number))
+        return real(name, flags)
+
+    patch.setattr(os, "memfd_create", create)
+
+
+REFUSED = [errno.EMFILE, errno.ENFILE, errno.EPERM, errno.ENOSYS]
+
+
+@pytest.mark.parametrize("number", REFUSED)
+def test_g8_a_pool_without_a_memfd_is_read_some_other_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    _without_memfd(monkeypatch, number)
+    with caplog.at_level("INFO", "llm_datadist.link"), Engines("B", "auto") as engines:
+        owner, reader = engines.make(1, MemPoolConfig=POOL["MemPoolConfig"]), engines.make(2)
+        (line,) = (text for text in caplog.messages if "pool" in text)
+        assert "mem_pool_cfg" in line and os.strerror(number) in line and "shm" in line
+        assert "shm" not in offered(owner) and "words" in offered(owner)
+        assert engines.link(reader, 1, owner) == SUCCESS
+        assert _chosen(reader)[0] == "local" and "shares no memory" in _chosen(reader)[1][0]
+        desc = CacheDesc(1, [4, 64], DataType.DT_UINT8)
+        pooled = owner.cache_manager.allocate_blocks_cache(desc, BlocksCacheKey(0, 0))
+        bytes_at(pooled.tensor_addrs[0], 256)[:] = 7
+        into = engines.space(reader, (1, 4, 64))
+        cache = engines.register(reader, into)
+        reader.cache_manager.pull_blocks(BlocksCacheKey(1, 0), cache, [1, 2], [2, 3])
+        assert (into[:, 2:] == 7).all() and (into[:, :2] == FILL).all()
+
+
+def test_g8_a_pool_that_is_shared_beside_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_memfd(monkeypatch, errno.EPERM, pools=1)
+    made = engine(**POOL)
+    assert "shm" in offered(made) and len(parts(made)._state.pools.areas) == 1
+    made.finalize()
+
+
+@pytest.mark.parametrize("number", REFUSED)
+def test_g8_a_pool_without_a_memfd_where_shm_is_forced(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """As with what else it needs: LLM_OUT_OF_MEMORY for a shortage, LLM_FEATURE_NOT_ENABLED for what there is not."""
+    before = leaks.take()
+    is_short = number in (errno.EMFILE, errno.ENFILE)
+    with monkeypatch.context() as patch:
+        _without_memfd(patch, number)
+        with pytest.raises(OutOfMemoryError if is_short else FeatureNotEnabledError) as told:
+            engine("shm")
+    assert os.strerror(number) in str(told.value) and "shm" in str(told.value)
+    assert ("file" in str(told.value)) if is_short else ("the pool of host_mem_pool_cfg" in str(told.value))
+    assert "less" not in str(told.value)
+    assert not leaks.differences(before)
+    engine("shm").finalize()
+
+
+@pytest.mark.parametrize("backend", ["local", "tcp"])
+def test_a_pool_without_a_memfd_where_nothing_shares_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, backend: str
+) -> None:
+    _without_memfd(monkeypatch, errno.EPERM)
+    with caplog.at_level("INFO", "llm_datadist"):
+        made = engine(backend, **POOL)
+    assert not any("pool" in text for text in caplog.messages)
+    made.finalize()
 
 
 def test_close_is_for_all_and_may_be_called_again(world: World) -> None:

@@ -109,6 +109,44 @@ def test_without_seals_it_works_and_is_not_shared(monkeypatch: pytest.MonkeyPatc
         memory.close()
 
 
+def refuse_memfds(patch: pytest.MonkeyPatch, call: str = "memfd_create", number: int = errno.EPERM) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    patch.setattr(os, call, refuse)
+
+
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [
+        ("memfd_create", errno.EMFILE),
+        ("memfd_create", errno.ENFILE),
+        ("memfd_create", errno.EPERM),
+        ("memfd_create", errno.ENOSYS),
+        ("ftruncate", errno.EFBIG),  # RLIMIT_FSIZE
+    ],
+)
+def test_without_a_memfd_it_is_private_memory_and_not_shared(
+    monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    refuse_memfds(monkeypatch, call, number)
+    memory = PoolMemory(MIB, 1 << 20)
+    try:
+        assert memory.address % MIB == 0 and memory.fd < 0 and not mappings()
+        whole = bytes_at(memory.address, MIB)
+        assert not whole.any()
+        whole[-1] = 7
+        with pytest.raises(NotSharable, match=f"memory that can be shared: .*{os.strerror(number)}") as told:
+            _ = memory.area
+        assert isinstance(told.value.__cause__, OSError) and told.value.__cause__.errno == number
+        del whole
+    finally:
+        memory.close()
+    memory.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_memfd_on_a_kernel_that_does_not_know_the_newest_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     real, asked = os.memfd_create, []
 
@@ -124,7 +162,12 @@ def test_a_memfd_on_a_kernel_that_does_not_know_the_newest_flag(monkeypatch: pyt
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_sees_zeros_and_keeps_nothing() -> None:
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_forked_child_sees_zeros_and_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    if not is_shared:
+        refuse_memfds(monkeypatch)
     memory = PoolMemory(MIB, 1 << 16)
     mine = bytes_at(memory.address, MIB)
     mine[:] = 3
