@@ -7,7 +7,6 @@ import ctypes
 import errno
 import mmap
 import os
-import resource
 import signal
 import time
 from pathlib import Path
@@ -19,7 +18,6 @@ from llm_datadist import LLMException, LLMStatusCode
 from llm_datadist._core import limits
 from llm_datadist.devices.pool_memory import available_nbytes
 from llm_datadist.testing.stopwatch import Stopwatch
-from llm_datadist.transports import shm_memory
 from tests.support import actors, allocated
 from tests.support.memory import FILL, PAGE
 from tests.support.pair import AT_ONCE, P_ID, SEED, SUCCESS, Combo, Pair, Shape, by_id, make_pair, of_model
@@ -312,26 +310,6 @@ def _refuse_readers(w: World) -> None:
     limits.READERS = 0
 
 
-def _leave_no_descriptors(w: World) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
-    taken = w.extras["descriptors"] = contextlib.ExitStack()
-    with contextlib.suppress(OSError):
-        while True:
-            taken.callback(os.close, os.dup(0))
-
-
-def _leave_answers_alone(w: World) -> None:
-    """They come at once, before anybody could take the descriptors away."""
-    memories = w.extras["memories"] = []
-    shm_memory.PeerMemory.listen = lambda memory, adopt_reader: memories.append(memory)  # type: ignore[method-assign,assignment]
-
-
-def _hear_answers(w: World) -> None:
-    for memory in w.extras["memories"]:
-        memory.hear()
-
-
 @MODES
 def test_what_an_owner_refuses_goes_by_local(spawn: Spawner, mode: str) -> None:
     p = spawn(env=ALONE)
@@ -344,18 +322,6 @@ def test_what_an_owner_refuses_goes_by_local(spawn: Spawner, mode: str) -> None:
     said = "shm: not in use: the peer refused" if transport == "shm+local" else "shm: the peer refused"
     assert transport in ("shm+local", "local")
     assert f"{said}: the owner of the memory has 0 readers" in reasons
-
-
-def test_a_reader_without_descriptors_is_told_so(spawn: Spawner) -> None:
-    d = spawn(env=ALONE)
-    d.call(_leave_answers_alone)
-    pair = Pair(spawn(), d, Combo("B", "shm")).up()
-    pair.source()
-    pair.destination()
-    pair.d.call(_leave_no_descriptors)
-    pair.d.call(_hear_answers)
-    pair.pull_blocks([1], [2]).expect(FAILED, "out of descriptors")
-    pair.unchanged()
 
 
 # ---- large pools -----------------------------------------------------------------------------------------------

@@ -124,30 +124,27 @@ def late_answer(stage: Stage) -> str:
             sock.close()
 
 
-@forces("the connection to the peer's memory broke: {}")
+@forces("the connection to the peer's memory broke")
 def broken(stage: Stage) -> str:
     def fail(_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    stage.patch.setattr(shm_memory.PeerMemory, "_take_message", fail)
+    stage.patch.setattr(shm_memory.PeerMemory, "_look", fail)
     return _pull_fails(lambda giver: None)
 
 
-@forces(
-    "the peer sent {} areas of {}; is this process out of descriptors? Raise the limit (RLIMIT_NOFILE, ulimit -n), "
-    "then link again"
-)
+@forces("the peer sent {} areas of {}; refused")
 def too_few(stage: Stage) -> str:
     return _pull_fails(lambda giver: setattr(giver, "_descriptors", giver._descriptors[:-1]))
 
 
-@forces("the peer's memory cannot be mapped: {}")
+@forces("the peer's memory cannot be mapped")
 def no_room(stage: Stage) -> str:
     def fail(*_: Any) -> int:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     stage.patch.setattr(shm_memory, "map_memory", fail)
-    return _pull_fails(lambda giver: None)
+    return _pull_fails(lambda giver: None, code=LLMStatusCode.LLM_OUT_OF_MEMORY)
 
 
 def _memfd(nbytes: int, *, sealed: bool) -> Iterator[int]:

@@ -9,6 +9,7 @@ import select
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,12 +27,14 @@ class Loop:
 
     def __init__(self) -> None:
         self._wake_read, self._wake_write = os.pipe()
-        self._readers: dict[int, tuple[socket.socket, Callable[[], None]]] = {}
+        self._readers: dict[int, tuple[socket.socket, Callable[[], float | None]]] = {}
+        self._resting: dict[int, float] = {}
         self.turns = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def adopt(self, sock: socket.socket, callback: Callable[[], None]) -> None:
+    def adopt(self, sock: socket.socket, callback: Callable[[], float | None]) -> None:
+        self._resting.pop(sock.fileno(), None)
         self._readers[sock.fileno()] = sock, callback
         os.write(self._wake_write, b"x")
 
@@ -47,8 +50,12 @@ class Loop:
 
     def _run(self) -> None:
         while True:
+            self._resting = {fd: end for fd, end in self._resting.items() if end > time.monotonic()}
+            watched = [fd for fd in self._readers if fd not in self._resting]
             try:
-                ready, _, _ = select.select([self._wake_read, *self._readers], [], [])
+                ready, _, _ = select.select(
+                    [self._wake_read, *watched], [], [], 0.01 if self._resting else None
+                )
             except OSError:  # one was dropped and closed just now
                 continue
             if self._wake_read in ready and b"q" in os.read(self._wake_read, 100):
@@ -57,7 +64,9 @@ class Loop:
                 adopted = self._readers.get(fd)  # an earlier callback may have dropped it
                 if adopted is not None:
                     self.turns += 1
-                    adopted[1]()
+                    pause_s = adopted[1]()
+                    if pause_s:
+                        self._resting[fd] = time.monotonic() + pause_s
 
 
 def nothing(*_: object) -> None:

@@ -27,6 +27,7 @@ import pytest
 
 from llm_datadist import _accepting
 from llm_datadist.devices import mapping
+from llm_datadist.transports import shm_memory
 
 LIMITS = r"RLIMIT_NOFILE|RLIMIT_NPROC|RLIMIT_AS|fs\.file-max|max_user_watches"
 MOST = 200  # things that one operation asks for; far above any
@@ -109,7 +110,7 @@ class Shortage:
         return guarded
 
     def _patch_sockets(self) -> None:
-        begin, accept, receive = socket.socket.__init__, socket.socket._accept, socket.recv_fds  # type: ignore[attr-defined]
+        begin, accept, look = socket.socket.__init__, socket.socket._accept, shm_memory.look  # type: ignore[attr-defined]
 
         def made(sock: socket.socket, *args: Any, **named: Any) -> None:
             if named.get("fileno") is None:
@@ -121,15 +122,16 @@ class Shortage:
                 self._ask("accept")
             return accept(sock)
 
-        def received(sock: socket.socket, *args: Any, **named: Any) -> Any:
-            message, fds, *rest = receive(sock, *args, **named)
+        def looked(sock: socket.socket) -> tuple[bytes, list[int], bool]:
+            message, fds, truncated = look(sock)
             while fds and self.refuses("received"):
                 os.close(fds.pop())
-            return (message, fds, *rest)
+                truncated = True
+            return message, fds, truncated
 
         self._patch.setattr(socket.socket, "__init__", made)
         self._patch.setattr(socket.socket, "_accept", accepted, raising=False)
-        self._patch.setattr(socket, "recv_fds", received)
+        self._patch.setattr(shm_memory, "look", looked)
 
     def _patch_spares(self) -> None:
         """A spare descriptor that is closed leaves room for one, and for itself again."""

@@ -9,12 +9,14 @@ from typing import TypeVar
 from llm_datadist._engine.executor import MoveError, Stale
 from llm_datadist._engine.state import describe
 from llm_datadist._link.link import Link, LinkLost
+from llm_datadist._shortages import is_shortage
 from llm_datadist._wire.framing import ProtocolError
 from llm_datadist.status import (
     CacheNotExistError,
     LinkFailedError,
     LLMException,
     LLMStatusCode,
+    OutOfMemoryError,
     ParamInvalidError,
     TransferTimeoutError,
     code_of,
@@ -130,6 +132,10 @@ class Context:
             case FaultKind.SOURCE:
                 text = f"{self.where}: the source cannot be read: {fault.text}; unregister before unmapping"
                 return LLMException(text, status_code=LLMStatusCode.LLM_FAILED)
+            case FaultKind.CHANNEL if fault.cause is not None and is_shortage(fault.cause):
+                return OutOfMemoryError(
+                    f"{self.where}: the bytes cannot be moved: {fault.text}; then call again"
+                )
             case FaultKind.CHANNEL:
                 return LinkFailedError(
                     f"{self.where}: the bytes cannot be moved: {fault.text}; see links(), and unlink_clusters before "

@@ -2,7 +2,8 @@
 
 Strategy: the owner answers from its control thread, for which ours must not wait (both may be opening at
 once). Ours takes the answer in whenever it comes: no interrupt of a caller can lose it half-way. Callers
-wait for it, only shortly.
+wait for it, only shortly. An answer for which this process has no descriptors or memory stays in the queue of its
+socket, and is looked at again until it has them.
 Invariants: what is mapped is read-only and sealed, so the peer can neither take it away under a copy
 (SIGBUS) nor be harmed by us; it stays mapped while a read holds it. A forked child has none of it.
 Threads: every method may be called from any thread, but ``hear`` from one at a time.
@@ -12,16 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import select
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Sequence
 
 from llm_datadist._core import limits
-from llm_datadist._shortages import reason_of, start_thread
+from llm_datadist._shortages import is_shortage, reason_of, start_thread
 from llm_datadist.devices.mapping import advise, map_memory, unmap
 from llm_datadist.devices.shared_memory import is_safe_to_map
 from llm_datadist.status import OutOfMemoryError
@@ -33,8 +36,10 @@ from llm_datadist.transports.shm_areas import Areas
 from llm_datadist.transports.shm_owner import GRANTED
 
 ANSWER_S = 0.1  # from ``open``; a few thread switches at the owner. A late answer is still taken
+_PAUSE_S = 0.1  # between two looks whether there is room for it
 _QUICK_NBYTES = 64 << 20  # unmapped in a few milliseconds
-_RECEIVE = int(socket.MSG_CMSG_CLOEXEC) | int(socket.MSG_DONTWAIT)
+_LOOK = int(socket.MSG_CMSG_CLOEXEC) | int(socket.MSG_DONTWAIT) | int(socket.MSG_PEEK)
+_TRUNCATED = int(socket.MSG_CTRUNC)
 _NONE = Areas(())
 
 
@@ -110,7 +115,7 @@ class PeerMemory(Owner):
     """
 
     __slots__ = (
-        "_announced", "_answer_by", "_answered", "_drop_reader", "_listening", "_mapped", "_sock", "areas",
+        "_announced", "_answer_by", "_answered", "_drop_reader", "_listening", "_looked", "_mapped", "_sock", "areas",
         "cause", "reason", "words",
     )  # fmt: skip
 
@@ -122,6 +127,7 @@ class PeerMemory(Owner):
         self._announced = announced
         self._answer_by = time.monotonic() + ANSWER_S
         self._answered = _Latch()
+        self._looked = _Latch()  # at what has come, the next time
         self._drop_reader = drop_reader
         self._listening = False
         self._mapped: list[tuple[int, int]] = []
@@ -136,13 +142,15 @@ class PeerMemory(Owner):
             self._listening = True
             adopt_reader(self._sock, self.hear)
 
-    def hear(self) -> None:
-        """Takes the answer if it has come; once is enough."""
+    def hear(self) -> float:
+        """Takes the answer if it has come; once is enough. For how long nobody must look again, in seconds."""
+        short = False
         with self.hold() as held:
             if held and not self._answered.happened:
-                self._receive()
+                short = self._receive()
         if not held or self._answered.happened:
             self._stop_listening()
+        return _PAUSE_S if short else 0.0
 
     def settle(self) -> Areas:
         """The areas; none of them as long as the peer has not sent them, or when it does not. Only while held."""
@@ -151,15 +159,19 @@ class PeerMemory(Owner):
         return self.areas
 
     def settle_by(self, deadline: float) -> bool:
-        """Waits for the answer; whether it has come, or cannot come any more."""
-        self._answered.wait(deadline)
-        return self._answered.happened
+        """Waits for the answer; whether it has come, or cannot come now."""
+        for _ in range(2):  # a look that has begun before tells nothing of now
+            looked = self._looked
+            if not self._answered.happened:
+                looked.wait(deadline)
+        return looked.happened or self._answered.happened
 
     def close(self) -> None:
         """Stops what runs; what is held goes with its last holder. Idempotent."""
         super().close()
         self._stop_listening()
         self._answered.happen()
+        self._looked.happen()
 
     def gone(self) -> bool:
         """Whether the other end of the connection is closed. Only while held."""
@@ -198,65 +210,97 @@ class PeerMemory(Owner):
             self._listening = False
             self.let_go(_LOOP)
 
-    def _receive(self) -> None:
-        """Takes the answer if it has come."""
+    def _receive(self) -> bool:
+        """Takes the answer if it has come; whether it has to stay where it is, for want of room for it here."""
+        fds: list[int] = []
+        what = "the connection to the peer's memory broke"
         try:
-            message, fds = self._take_message()
+            message, fds, truncated = self._look()
+            what = "the peer's memory cannot be mapped"
+            reason = self._map(message, fds, truncated)
         except BlockingIOError:
-            return
+            return False
         except (OSError, MemoryError) as exc:
-            self.cause = exc
-            self._settle(f"the connection to the peer's memory broke: {reason_of(exc)}")
-            return
-        try:
-            self._settle(self._map(message, fds))
-        except (OSError, MemoryError) as exc:
-            self.cause = exc
-            self._settle(f"the peer's memory cannot be mapped: {reason_of(exc)}")
+            self.cause, reason = exc, f"{what}: {reason_of(exc)}"
+            if is_shortage(exc):
+                self.reason = reason
+                looked, self._looked = self._looked, _Latch()
+                looked.happen()
+                return True
+        else:
+            self.cause = None
         finally:
             for fd in fds:
                 os.close(fd)
+        self._settle(reason)
+        return False
 
-    def _take_message(self) -> tuple[bytes, list[int]]:
+    def _look(self) -> tuple[bytes, list[int], bool]:
+        """See ``look``."""
         try:
-            message, fds, _, _ = socket.recv_fds(
-                self._sock, limits.ANSWER_TEXT_NBYTES, limits.AREAS, _RECEIVE
-            )
+            return look(self._sock)
         except ConnectionResetError:  # the other end closed without reading the proof; its answer comes next
-            message, fds, _, _ = socket.recv_fds(
-                self._sock, limits.ANSWER_TEXT_NBYTES, limits.AREAS, _RECEIVE
-            )
-        return message, fds  # those that find no room here are missing
+            return look(self._sock)
 
     def _settle(self, reason: str) -> None:
         self.reason = reason
+        with contextlib.suppress(OSError):
+            self._sock.recv(1, socket.MSG_DONTWAIT)  # with what it holds
         self._answered.happen()
+        self._looked.happen()
 
-    def _map(self, message: bytes, fds: Sequence[int]) -> str:
-        """Maps what came with the answer; returns why it cannot, or ""."""
+    def _map(self, message: bytes, fds: Sequence[int], truncated: bool) -> str:
+        """Maps what came with the answer; returns why it cannot, or "".
+
+        Raises:
+            OSError: The system refuses; nothing is mapped.
+        """
         if message != GRANTED:
             text = message[1:].decode(errors="replace")
             return f"the peer refused: {text}" if text else "the peer closed the connection without an answer"
+        if truncated and len(fds) < len(self._announced):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if len(fds) != len(self._announced):
-            return (
-                f"the peer sent {len(fds)} areas of {len(self._announced)}; is this process out of descriptors? Raise "
-                "the limit (RLIMIT_NOFILE, ulimit -n), then link again"
-            )
-        shifts = []
-        for fd, (address, nbytes) in zip(fds, self._announced, strict=True):
+            return f"the peer sent {len(fds)} areas of {len(self._announced)}; refused"
+        for fd, (_, nbytes) in zip(fds, self._announced, strict=True):
             reason = _unsafe(fd, nbytes)
             if reason:
                 return reason
-            here = map_memory(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd)
-            if self.words is None:  # the slab comes first
-                self.words = _Words(address, here, nbytes)
-            else:
-                self._mapped.append((here, nbytes))
-            with contextlib.suppress(OSError):  # a child would only keep it alive
-                advise(here, nbytes, mmap.MADV_DONTFORK)
-            shifts.append((address, nbytes, here - address))
-        self.areas = Areas(shifts)
+        self._map_all(fds)
         return ""
+
+    def _map_all(self, fds: Sequence[int]) -> None:
+        mapped: list[tuple[int, int]] = []
+        try:
+            for fd, (_, nbytes) in zip(fds, self._announced, strict=True):
+                here = map_memory(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd)
+                mapped.append((here, nbytes))
+                with contextlib.suppress(OSError):  # a child would only keep it alive
+                    advise(here, nbytes, mmap.MADV_DONTFORK)
+        except BaseException:
+            _unmap(mapped)
+            raise
+        self.areas = Areas(
+            (address, nbytes, here - address)
+            for (here, _), (address, nbytes) in zip(mapped, self._announced, strict=True)
+        )
+        self.words = _Words(self._announced[0][0], *mapped[0])  # the slab comes first
+        self._mapped = mapped[1:]
+
+
+def look(sock: socket.socket) -> tuple[bytes, list[int], bool]:
+    """The next message, which stays in the queue; its descriptors; whether some found no room in this process.
+
+    (``socket.recv_fds`` knows no flags, whatever it is given.)
+    """
+    fds = array("i")
+    message, ancillary, flags, _ = sock.recvmsg(
+        limits.ANSWER_TEXT_NBYTES, socket.CMSG_LEN(limits.AREAS * fds.itemsize), _LOOK
+    )
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return message, fds.tolist(), bool(flags & _TRUNCATED)
 
 
 def _unmap(mapped: Sequence[tuple[int, int]]) -> None:

@@ -135,7 +135,7 @@ def test_a_channel_closed_before_the_answer_leaves_nothing(area: Shared, loop: L
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        assert wait_until(lambda: bool(channel.memory._answered._waiting), WAIT_S)
+        assert wait_until(lambda: bool(channel.memory._looked._waiting), WAIT_S)
         channel.close()
         waiting.join()
         assert watch.within(WAIT_S, until=ended[0]) and len(os.listdir("/proc/self/fd")) == fds

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import secrets
+import select
 import signal
 import socket
 import tempfile
@@ -200,10 +201,15 @@ def test_a_reader_without_descriptors_says_so(area: Shared, loop: Loop) -> None:
         os.close(spare)
         resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
         try:
-            channel.memory.hear()
+            assert channel.memory.hear() > 0
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert "without an answer" in channel.refusal or "descriptors" in channel.refusal
+        assert f"all {spare} descriptors" in channel.refusal and "RLIMIT_NOFILE" in channel.refusal
+        assert not channel.covers(extents([area.area.address], [(0, 8)]))
+        open_here = len(os.listdir("/proc/self/fd"))
+        assert not channel.memory.hear() and not channel.refusal
+        assert channel.covers(extents([area.area.address], [(0, 8)]))
+        assert len(os.listdir("/proc/self/fd")) == open_here
 
 
 def test_a_listener_that_cannot_be_adopted_leaves_nothing(area: Shared) -> None:
@@ -220,13 +226,24 @@ def test_an_area_that_cannot_be_mapped_here(
     def refuse(*_: object) -> int:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(shm_memory, "map_memory", refuse)
     with closing(transport([area.area], loop=loop)) as owned:
-        channel = opened(reader, owned.endpoint(PROOF))
-        assert (
-            "cannot be mapped: Cannot allocate memory" in channel.refusal and "RLIMIT_AS" in channel.refusal
-        )
-        assert not channel.covers(extents([area.area.address], [(0, 8)]))
+        with monkeypatch.context() as patch:
+            patch.setattr(shm_memory, "map_memory", refuse)
+            channel = reader.open(endpoint(owned.endpoint(PROOF)), deadline=0)
+            assert channel.settle(deadline=soon())
+            assert (
+                "cannot be mapped: Cannot allocate memory" in channel.refusal
+                and "RLIMIT_AS" in channel.refusal
+            )
+            assert not channel.covers(extents([area.area.address], [(0, 8)]))
+        assert channel.settle(deadline=soon()) and not channel.refusal
+        assert channel.covers(extents([area.area.address], [(0, 8)]))
+        settle(channel)
+        assert not is_readable(channel.memory._sock), "the answer stays, with its descriptors"
+
+
+def is_readable(sock: socket.socket) -> bool:
+    return bool(select.select([sock], [], [], 0)[0])
 
 
 # ---- forks ------------------------------------------------------------------------------------------------
