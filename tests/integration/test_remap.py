@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +11,15 @@ import pytest
 import llm_datadist as dd
 from llm_datadist import LLMException, LLMStatusCode, MemInfo, Memtype
 from llm_datadist._core.registry import KeyName
+from llm_datadist._engine import executor
 from llm_datadist._engine.state import peer_of
 from tests.support import actors, allocated
-from tests.support.memory import PAGE, Mapping
+from tests.support.engines import Engines
+from tests.support.memory import FILL, PAGE, Mapping
 from tests.support.pair import P_ID, SEED, Pair, Shape, by_id, of_model
+from tests.support.short_pair import little_time
 from tests.support.world import World, wait_until
 
-GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 DEVICE = Memtype.MEM_TYPE_DEVICE
 
@@ -90,13 +92,99 @@ def test_a_reader_of_the_old_generation_notices(pair: Pair) -> None:
     pair.p.call(_remap, "src")
     assert pair.p.call(allocated.caches)[0][5] == 0
     pair.d.call(allocated.open_gate)
-    if pair.combo.mode == "A":
-        reading.outcome().expect(GONE)
-        pair.unchanged()
-    else:  # it had not begun, and has asked the owner again
-        reading.result()
-        pair.sources["src"] = (Shape(), 21)
-        pair.right([(1024, 0, 1024)])
+    reading.result()  # it had not begun, and has asked the owner again
+    pair.sources["src"] = (Shape(), 21)
+    pair.right([(1024, 0, 1024)])
+
+
+class Beside:
+    """Two engines; the owner does something ``times`` times in the middle of the reader's pull.
+
+    Before its first byte, or after its last byte and before the last look at what says that it was still there.
+    """
+
+    def __init__(self, engines: Engines, patch: pytest.MonkeyPatch) -> None:
+        self.mode, self._engines = engines.mode, engines
+        self.owner, self.reader = engines.make(1), engines.make(2)
+        assert engines.link(self.reader, 1, self.owner) == LLMStatusCode.LLM_SUCCESS
+        self.source, self.there = engines.blocks(self.owner, 5, 0)
+        self.cache, self.here = engines.blocks(self.reader)
+        self._patch = patch
+
+    def pull(self, times: int, when: str, what: Callable[[], object]) -> None:
+        if when == "after" and self._engines.backend == "tcp":
+            pytest.skip("over tcp the owner looks, while it sends")
+        left, move, check = iter(range(times)), executor._move, executor._check_word
+
+        def moving(*how: Any) -> None:
+            if next(left, None) is not None:
+                what()
+            move(*how)
+
+        def checking(*how: Any, begun: bool) -> None:
+            if begun and next(left, None) is not None:
+                what()
+            check(*how, begun=begun)
+
+        with self._patch.context() as patch:
+            if when == "before":
+                patch.setattr(executor, "_move", moving)
+            else:
+                patch.setattr(executor, "_check_word", checking)
+            self.reader.cache_manager.pull_blocks(dd.BlocksCacheKey(1, 0), self.cache, [1, 2], [2, 3])
+        assert next(left, None) is None, "the pull has not come there so often"
+
+    def remap(self) -> None:
+        """With other bytes there."""
+        self.there += 1
+        whole = MemInfo(DEVICE, self.there.ctypes.data, self.there.nbytes)
+        self.owner.cache_manager.remap_registered_memory(whole)
+
+    def take_over(self) -> None:
+        self._engines.register(self.owner, self._engines.space(self.owner, (4, 4, 64), 9), 0)
+
+
+@pytest.fixture(params=[f"{mode}-{name}" for mode in "AB" for name in ("local", "shm", "tcp")])
+def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Beside]:
+    with Engines(*request.param.split("-")) as engines:
+        yield Beside(engines, monkeypatch)
+
+
+BEFORE_AND_AFTER = pytest.mark.parametrize("when", ["before", "after"])
+
+
+@BEFORE_AND_AFTER
+@pytest.mark.rule("6.96")
+def test_a_pull_beside_remaps_reads_what_is_there_however_many_they_are(beside: Beside, when: str) -> None:
+    """The cache is registered throughout, so no pull may say that it does not exist."""
+    beside.pull(3, when, beside.remap)
+    assert (beside.here[:, 2:] == 8).all() and (beside.here[:, :2] == FILL).all()
+    assert wait_until(lambda: not beside.owner._engine._state.leases.all())  # type: ignore[union-attr]
+
+
+@BEFORE_AND_AFTER
+def test_a_pull_beside_a_key_that_is_taken_over_reads_what_had_it_or_has_it(
+    beside: Beside, when: str
+) -> None:
+    beside.pull(1, when, beside.take_over)
+    assert (beside.here[:, 2:] == (5 if beside.mode == "A" else 9)).all(), "one with a lease finishes"
+
+
+@BEFORE_AND_AFTER
+def test_a_pull_of_what_is_unregistered_meanwhile_says_that_it_is_gone(beside: Beside, when: str) -> None:
+    with little_time(beside.owner), pytest.raises(dd.CacheNotExistError) as told:
+        beside.pull(1, when, lambda: beside.owner.cache_manager.unregister_cache(beside.source.cache_id))
+    assert when == "before" or "while it was being read" in str(told.value)
+
+
+@pytest.mark.rule("5.14")
+def test_a_pull_whose_bytes_are_of_a_cache_that_has_gone_says_so_whatever_has_its_key(beside: Beside) -> None:
+    def register_anew() -> None:
+        beside.owner.cache_manager.unregister_cache(beside.source.cache_id)
+        beside.take_over()
+
+    with little_time(beside.owner), pytest.raises(dd.CacheNotExistError, match="while it was being read"):
+        beside.pull(1, "after", register_anew)
 
 
 def test_an_allocated_cache_keeps_its_keys_and_pages(pair_a: Pair) -> None:

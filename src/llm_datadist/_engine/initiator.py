@@ -15,6 +15,7 @@ import msgspec
 from llm_datadist._core import planning
 from llm_datadist._core.layout import CacheSlice
 from llm_datadist._core.registry import GenerationWord, KeyName, Record, request_name
+from llm_datadist._core.remote_table import Found as Entry
 from llm_datadist._core.remote_table import RemoteCache
 from llm_datadist._core.requests import PullBlocks, PullCache
 from llm_datadist._engine import codec
@@ -178,14 +179,37 @@ class _Pull(msgspec.Struct, frozen=True):
             raise self.context.refused(answer.code, answer.text)
 
     def _run_managed(self) -> None:
-        hold = LeaseHold(self.link)
-        self.flight.owes(hold.settle)
-        source = self._resolve(hold.pending)
-        part = self._move(source)
+        hold, source = self._leased()
+        while True:
+            try:
+                part = self._move(source)
+                break
+            except Stale as exc:
+                hold, source = self._leased_since(source, exc)
         hold.read_nbytes = part.nbytes
         if source.takes_key or self.request.notice is not None:
             self._finish(source, part)
             hold.end_elsewhere()
+
+    def _leased(self) -> tuple[LeaseHold, Source]:
+        hold = LeaseHold(self.link)
+        self.flight.owes(hold.settle)
+        return hold, self._resolve(hold.pending)
+
+    def _leased_since(self, source: Source, stale: Stale) -> tuple[LeaseHold, Source]:
+        """The same cache, if its owner has it still: its memory was mapped anew, which ends leases.
+
+        Raises:
+            Stale: It was cut off, or is gone.
+        """
+        self.flight.check()
+        try:
+            hold, fresh = self._leased()
+        except LLMException:
+            raise stale from None
+        if fresh.cache.cache_id != source.cache.cache_id or fresh.cache.word == source.cache.word:
+            raise stale
+        return hold, fresh
 
     def _run_accessible(self) -> None:
         self._move_accessible()
@@ -214,20 +238,38 @@ class _Pull(msgspec.Struct, frozen=True):
         name = request_name(self.request.key)
         with self.state.lock:
             found = peer_of(self.link).table.find(name)
-        if found is None:
-            self._move(self._lookup(name))
-            return
-        source = Source(found.cache, self._batch(found.batch), found.word)
+        source = self._lookup(name) if found is None else self._source_of(found)
+        begun: Stale | None = None
+        while True:
+            try:
+                self._move(source)
+                return
+            except (Stale, ParamInvalidError, CacheNotExistError) as exc:
+                # Our copy of the table may be behind, or the owner has replaced something: it knows what there is.
+                begun = exc if isinstance(exc, Stale) and exc.begun else begun
+                source = self._found_since(name, source, begun or exc, begun=begun is not None)
+
+    def _source_of(self, found: Entry) -> Source:
+        return Source(found.cache, self._batch(found.batch), found.word)
+
+    def _found_since(self, name: KeyName, source: Source, error: Exception, *, begun: bool) -> Source:
+        """What a key finds by now. Bytes that have moved are a race lost, if the cache that they came from has gone.
+
+        Raises:
+            Exception: ``error``: it has, or the key still finds what could not be read.
+        """
+        self.flight.check()
         try:
-            self._move(source)
-        except (Stale, ParamInvalidError, CacheNotExistError) as exc:
-            # Our copy of the table may be behind: the owner knows. Bytes that have moved are a race lost.
-            begun = isinstance(exc, Stale) and exc.begun
-            self.flight.check()
-            fresh = None if begun else self._lookup(name)
-            if fresh is None or fresh.word == source.word:
-                raise
-            self._move(fresh)
+            fresh = self._lookup(name)
+            if begun and fresh.cache.cache_id != source.cache.cache_id:
+                self._lookup(KeyName("cache", source.cache.cache_id, 0))
+        except LLMException:
+            if begun:
+                raise error from error.__cause__
+            raise
+        if fresh.word == source.word:
+            raise error from error.__cause__
+        return fresh
 
     # ---- finding the source ---------------------------------------------------------------------------
 
