@@ -8,9 +8,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
+from llm_datadist import BlocksCacheKey
 from llm_datadist._engine.errands import Errand
+from llm_datadist._shortages import start_thread
+from llm_datadist.transports import movers
+from tests.support.engines import Engines
 from tests.support.interrupted import (
     END_S,
     SOME,
@@ -36,6 +41,8 @@ from tests.support.interrupted import (
     skip_in_a,
     strike_all,
 )  # fmt: skip
+from tests.support.memory import FILL
+from tests.support.pair import SUCCESS
 from tests.support.steps import Steps
 from tests.support.world import wait_until
 
@@ -147,3 +154,36 @@ def test_g12_an_interrupt_while_the_engine_is_at_any_step_leaves_nothing(
         assert strike_all(two, make(), stride, strike) > 1
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_g12_an_interrupt_while_movers_are_started_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that nobody has noted would never be joined."""
+    started: list[threading.Thread] = []
+
+    def struck(target: Callable[[], None], name: str) -> threading.Thread:
+        thread = start_thread(target, name)
+        started.append(thread)
+        if len(started) == 1:
+            signal.raise_signal(signal.SIGALRM)
+        return thread
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with Engines("B", "local") as engines:
+            owner, reader = engines.make(1), engines.make(2, TransferThreads="3")
+            assert engines.link(reader, 1, owner) == SUCCESS
+            engines.register(owner, np.full((1, 2, 8 << 20), 7, np.uint8), 0)
+            destination = np.full((1, 2, 8 << 20), FILL, np.uint8)
+            cache = engines.register(reader, destination)
+            monkeypatch.setattr(movers, "start_thread", struck)
+            with pytest.raises(KeyboardInterrupt):
+                reader.cache_manager.pull_blocks(BlocksCacheKey(1, 0), cache, [0, 1], [0, 1])
+            reader.cache_manager.pull_blocks(BlocksCacheKey(1, 0), cache, [0, 1], [0, 1])
+            assert (destination == 7).all()
+            assert reader._engine._movers._threads == started and len(started) == 2  # type: ignore[union-attr]
+        assert not any(thread.is_alive() for thread in started)
+    finally:
+        signal.signal(signal.SIGALRM, before)

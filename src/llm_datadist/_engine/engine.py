@@ -76,6 +76,7 @@ class Engine:
         self._movers = Movers(_helpers(options.transfer_threads))
         state = self._state = State(cluster_id, options, CAPS)  # from here on there is memory to give back
         state.find_sibling = _find_sibling
+        self._movers.elsewhere = state.do_elsewhere
         self._catalog = Catalog(state)
         self._initiator = Initiator(state)
         self._express = Express(state)

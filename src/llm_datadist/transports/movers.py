@@ -1,7 +1,8 @@
 """A small pool of threads that help a caller move bytes.
 
 Strategy: a caller offers its job to the pool and works on it itself; a job hands out its own pieces, so
-that a mover that comes late, or never, is not missed. Threads start when first needed.
+that a mover that comes late, or never, is not missed. Threads start when first needed, on a thread that no
+signal strikes: an interrupt between a start and its note would leave a thread that nobody joins.
 Invariants: nothing here spins; a withdrawn job is not started any more; ``close`` joins every thread.
 Threads: every method may be called from any thread except a mover's own (``close`` joins them).
 """
@@ -12,6 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from llm_datadist._shortages import is_shortage, start_thread
@@ -20,6 +22,7 @@ from llm_datadist.status import OutOfMemoryError
 from llm_datadist.transports._waits import Waits
 
 Job = Callable[[], None]
+Elsewhere = Callable[[Callable[[], bool]], bool]
 _IDLE_S = 60.0  # a look once in a while is enough: a mover that nobody woke is not missed
 
 # Beyond a few threads one process's copies only contend for the memory controllers; engines want the cores.
@@ -66,16 +69,22 @@ def _text(path: Path) -> str:
         return ""
 
 
+def _here(job: Callable[[], bool]) -> bool:
+    return job()
+
+
 class Movers:
     """At most ``count`` daemon threads; 0 means that callers move everything themselves.
 
     Attributes:
         count: The threads.
         waits: What callers and threads have noted about the GIL.
+        elsewhere: Does a job on a thread that no signal strikes, and waits for it.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.elsewhere: Elsewhere = _here
         self.waits = Waits()
         self._jobs: deque[Job] = deque()
         self._lock = threading.Lock()
@@ -89,7 +98,8 @@ class Movers:
             if self._closed:
                 return
             self._jobs.extend([job] * min(helpers, self.count))
-            self._start_threads()
+        if len(self._threads) < self.count:
+            self.elsewhere(self._start_threads)
         self._changes.notify_all()
 
     def withdraw(self, job: Job) -> None:
@@ -107,12 +117,12 @@ class Movers:
         for thread in threads:
             thread.join()
 
-    def _start_threads(self) -> None:
-        while len(self._threads) < self.count:
-            try:
+    def _start_threads(self) -> bool:
+        """Whether all have been started."""
+        with self._lock, suppress(OutOfMemoryError):  # callers move everything themselves
+            while len(self._threads) < self.count and not self._closed:
                 self._threads.append(start_thread(self._run, "llm-datadist-mover"))
-            except OutOfMemoryError:  # callers move everything themselves
-                return
+        return len(self._threads) == self.count
 
     def _run(self) -> None:
         while True:
