@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
-from llm_datadist import LLMException, LLMStatusCode
+from llm_datadist import BlocksCacheKey, LLMException, LLMStatusCode
+from llm_datadist.testing.owner import Memory
 from llm_datadist.testing.stopwatch import Stopwatch
+from llm_datadist.transports.local import LocalTransport
+from llm_datadist.transports.seam import TransportUnavailable
 from tests.support import actors, allocated
+from tests.support.engines import Engines
+from tests.support.memory import PAGE, bytes_at
 from tests.support.pair import D_ID, SEED, SUCCESS, Pair, Shape, by_id, by_request, of_model
 from tests.support.pool import Spawner
 from tests.support.slow import slow_pair
@@ -225,13 +231,38 @@ def test_memory_that_is_no_longer_mapped_fails_and_the_link_lives(pair: Pair) ->
     pair.source("other", model_id=1)
     pair.destination(model_id=5)
     pair.p.call(_unmap_under_the_cache)
-    pair.pull_blocks([0], [0]).expect(LLMStatusCode.LLM_FAILED, "unregister before unmapping")
+    where = "byte 3072 of tensor 0 of cache 1 of the owner" if pair.combo.backend == "tcp" else "address 0x"
+    pair.pull_blocks([3], [0]).expect(LLMStatusCode.LLM_FAILED, "unregister before unmapping", where)
     if pair.combo.mode == "B":
         push = pair.p.attempt(actors.push_blocks, of_model(5, D_ID), "src", [0], [0])
         push.expect(LLMStatusCode.LLM_FAILED)
     pair.d.call(actors.refill, "dst", None)
     pair.pull_blocks([3], [4], of_model(1)).ok()
     pair.blocks_right([3], [4], source="other")
+
+
+def test_a_reader_that_has_addresses_is_told_the_one_that_is_not_readable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over tcp alone it has none, and is told none."""
+
+    def elsewhere(*_: Any, **__: Any) -> None:
+        raise TransportUnavailable("the peer is on another host")
+
+    monkeypatch.setattr(LocalTransport, "open", elsewhere)
+    with Engines("B", "auto") as engines:
+        owner, reader = engines.make(1, MemPoolConfig=allocated.pool(1 << 20)), engines.make(2)
+        assert engines.link(reader, 1, owner) == SUCCESS
+        assert reader.links()[0].transport == "shm+tcp"
+        memory = Memory()
+        base = memory.map_sparse(3 * PAGE)
+        engines.register(owner, bytes_at(base, 3 * PAGE).reshape(3, 1, PAGE), 0)
+        cache = engines.register(reader, np.zeros((3, 1, PAGE), np.uint8))
+        memory.protect(base + PAGE, PAGE, "")
+        where = f"byte 0 of tensor 1 of cache 1, at {base + PAGE:#x}, of the owner is not readable"
+        with pytest.raises(LLMException, match=where):
+            reader.cache_manager.pull_blocks(BlocksCacheKey(1, 0), cache, [0], [0])
+    memory.close()
 
 
 def _unmap_under_the_cache(w: World) -> None:

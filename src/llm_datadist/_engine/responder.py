@@ -249,6 +249,14 @@ class Serving:
             why = self._lease_ended() if self._leases else self._key_moved()
         return Fault(FaultKind.REFUSED, why, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST) if why else None
 
+    def place_of(self, at: int) -> str:
+        """See the seam. The address as well, if the reader has got addresses of that cache."""
+        request, extents = self._request, self.extents
+        row, base = at // extents.row_nbytes, int(extents.bases[at // extents.row_nbytes])
+        address = int(extents.take_pairs(at, 1, 1)[0][0, 0])
+        text = f"byte {address - base} of tensor {request.first_tensor + row} of cache {request.cache_id}"
+        return f"{text}, at {address:#x}," if self._state.shows_addresses(self._flight.link) else text
+
     def _lease_ended(self) -> str:
         now, leases = time.monotonic(), self._state.leases
         held = all(leases.get(lease.lease_id, lease.holder, now) for lease in self._leases)

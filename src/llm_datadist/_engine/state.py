@@ -358,6 +358,11 @@ class State:
             raise NotLinkedError(f"the link to {describe(link)} is being unlinked; call link_clusters again")
         return link
 
+    def shows_addresses(self, link: Link) -> bool:
+        """Whether a peer gets the addresses of our caches, because it reads by address."""
+        by = link.peer_reads_by
+        return any(caps.one_sided for name, caps in self.caps.items() if name in by)
+
     def shown_to(
         self, link: Link, record: Record, bindings: Iterable[tuple[KeyName, int, GenerationWord]] = ()
     ) -> tuple[CacheEntry, Buffer]:
@@ -368,7 +373,6 @@ class State:
             record: The cache.
             bindings: Keys that find it (``Registry.bindings_of``).
         """
-        by = link.peer_reads_by
-        token = self.regions.token(record.cache_id, by)
-        by_address = any(caps.one_sided for name, caps in self.caps.items() if name in by)
-        return codec.entry_of(record, bindings, token), codec.raw(record.addresses) if by_address else b""
+        token = self.regions.token(record.cache_id, link.peer_reads_by)
+        addresses = codec.raw(record.addresses) if self.shows_addresses(link) else b""
+        return codec.entry_of(record, bindings, token), addresses

@@ -67,6 +67,10 @@ class ExtentsServing:
         self._source.checks += 1
         return self._source.refusal_after_opening
 
+    def place_of(self, at: int) -> str:
+        """Its position."""
+        return f"byte {at} of the stream"
+
     def close(self) -> None:
         """Counts the read as over, once."""
         self._source.open_count -= self._open

@@ -13,8 +13,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from llm_datadist._core.segments import U64
+import numpy as np
 
+from llm_datadist._core.segments import U64, Extents
+
+_LOOK_NBYTES = 1 << 20
 IOV_MAX = 1024  # UIO_MAXIOV: iovecs that the kernel takes per side of one call
 
 _PR_SET_PTRACER = 0x59616D61  # "Yama" in <linux/prctl.h>
@@ -127,6 +130,18 @@ def can_write_byte(address: int) -> bool:
     Only for a byte that a read of ours was about to overwrite anyhow.
     """
     return read_one(os.getpid(), address, address, 1) != -errno.EFAULT
+
+
+def first_unreadable(extents: Extents, at: int) -> int:
+    """The first byte of a stream of ours, from ``at``, that cannot be read; ``at`` if that cannot be told.
+
+    Looks as far as a call that has failed may have come.
+    """
+    room = np.empty(_LOOK_NBYTES, dtype=np.uint8)
+    there, nbytes = extents.take_pairs(at, _LOOK_NBYTES, IOV_MAX)
+    here = np.array([[room.ctypes.data, nbytes]], dtype=np.uint64)
+    read = read_pairs(os.getpid(), here, there)
+    return at + read if 0 < read < nbytes else at
 
 
 def can_read_own() -> bool:

@@ -291,6 +291,9 @@ class Serving(Protocol):
     def check(self) -> Fault | None:
         """Whether the memory is still what was asked for: before the first and after the last byte."""
 
+    def place_of(self, at: int) -> str:
+        """Where a byte of the stream lies, in words for the reader, who may not know addresses."""
+
     def close(self) -> None:
         """The read is over, well or not. Idempotent."""
 

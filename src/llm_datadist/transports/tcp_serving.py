@@ -19,6 +19,7 @@ from llm_datadist._core import limits
 from llm_datadist._core.segments import Extents
 from llm_datadist._logs import get_logger
 from llm_datadist.status import LLMStatusCode
+from llm_datadist.transports._libc import first_unreadable
 from llm_datadist.transports._sockets import MORE, NO_WAIT, NOW_NBYTES, Buffer, Iovecs
 from llm_datadist.transports.seam import Fault, FaultKind, ReadSource, ServedUnits, Serving
 from llm_datadist.transports.tcp_frames import (
@@ -326,11 +327,16 @@ class ServedConnection:
             except OSError as exc:
                 if exc.errno != errno.EFAULT:
                     raise
-                text = "the owner's memory is not readable (not mapped any more)"
-                self._blank(Fault(FaultKind.SOURCE, text, LLMStatusCode.LLM_FAILED, exc))
+                self._blank(Fault(FaultKind.SOURCE, self._unreadable(), LLMStatusCode.LLM_FAILED, exc))
                 continue
             self.link.bytes_out += max(0, sent - self._head_left)
             self._head_left = max(0, self._head_left - sent)
+
+    def _unreadable(self) -> str:
+        """Which byte of those in the table stopped the kernel."""
+        serving, at = self._serving, self._at - (self._iovecs.nbytes - self._head_left)
+        where = "memory" if serving is None else serving.place_of(first_unreadable(serving.extents, at))
+        return f"{where} of the owner is not readable (not mapped any more)"
 
     def _load(self) -> None:
         """Fills the table with runs of the chunk, once it has only the header, or nothing."""

@@ -187,6 +187,7 @@ def test_unreadable_source_memory_keeps_the_connection(rig: Rig, first_bad: int)
     progress = rig.read(source, extents_of(destination))
     assert progress.fault is not None
     assert (progress.fault.kind, progress.fault.code) == (FaultKind.SOURCE, LLMStatusCode.LLM_FAILED)
+    assert progress.fault.text.startswith(f"byte {page} of the stream of the owner is not readable")
     (kept,) = rig.channel.pool.sockets()
     good = memory_of(1, size, 1)
     assert rig.read(extents_of(good), extents_of(destination)).fault is None
