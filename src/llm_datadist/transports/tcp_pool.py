@@ -28,6 +28,10 @@ from llm_datadist.transports.tcp_reading import ReadingConnection
 
 _ASK_AGAIN_S = 1.0  # the peer may have failed to dial; well above a round trip
 _SHORT_S = 0.1  # between two tries where there are no descriptors
+_PATIENCE_S, _PATIENCE = (
+    1.0,
+    0.8,
+)  # with that, and this part of a read's time at most; so that it is told in time
 _LONGEST_WAIT_S = 3600.0
 _CLOSED = Fault(FaultKind.CANCELLED, "the link was closed")
 
@@ -106,15 +110,19 @@ class ConnectionPool:
         idle = self.take_idle(taker)
         if idle is not None:
             return idle
-        late = "no time was left to ask"
+        late, now = "no time was left to ask", self._clock()
+        patient_until = now + min(_PATIENCE_S, _PATIENCE * (deadline - now))
+        waited = False
         while True:
             with self._lock:
                 self._waiting.add(taker)  # also by ``reclaim`` it is taken out
                 found = self._find(taker, deadline, late)
+                if waited and self._has_waited_in_vain(found, patient_until):
+                    found = _shortage() or found
                 if not isinstance(found, Ticket):
                     self._waiting.discard(taker)
             if isinstance(found, Ticket):
-                late = "the time was over before a data connection was to be had"
+                late, waited = "the time was over before a data connection was to be had", True
                 found.sleep(deadline - self._clock())
                 continue
             if found is not None:
@@ -245,6 +253,12 @@ class ConnectionPool:
         self._reclaim_all()
         return None if self._may_grow(taker, now) else self._changes.ticket()
 
+    def _has_waited_in_vain(self, found: object, patient_until: float) -> bool:
+        """Whether it is time to see why: it is over, or none comes while none is in use that will be idle again."""
+        if isinstance(found, Ticket):
+            return not self._open and self._clock() >= patient_until
+        return isinstance(found, Fault) and found.kind is FaultKind.TIMEOUT
+
     def _may_wait_instead(self, fault: Fault) -> bool:
         """Whether it was for want of descriptors, and there are connections in use that will be idle again."""
         if fault.cause is None or not is_shortage(fault.cause):
@@ -302,6 +316,16 @@ class ConnectionPool:
             return Fault(FaultKind.TIMEOUT, f"{where}: no answer in time", cause=exc)
         kind = FaultKind.PEER_LOST if is_gone(exc) else FaultKind.CHANNEL
         return Fault(kind, f"{where}: {reason_of(exc)}", cause=exc)
+
+
+def _shortage() -> Fault | None:
+    """Why there is no other connection, if that is for want of descriptors here."""
+    try:
+        socket.socket(socket.AF_UNIX).close()
+    except OSError as exc:
+        if is_shortage(exc):
+            return Fault(FaultKind.CHANNEL, f"no data connection is to be had: {reason_of(exc)}", cause=exc)
+    return None
 
 
 def _has_news(sock: socket.socket) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +13,11 @@ import numpy as np
 import pytest
 
 from llm_datadist import LLMStatusCode
-from llm_datadist.transports.seam import FaultKind, Progress
+from llm_datadist.testing.stopwatch import Stopwatch
+from llm_datadist.transports.seam import Fault, FaultKind, Progress
+from llm_datadist.transports.tcp_channel import TcpRead
 from llm_datadist.transports.tcp_server import TcpServer
-from tests.support.shortage import Shortage
+from tests.support.shortage import LIMITS, Shortage
 from tests.support.tcp_rig import CALL_S, Rig, extents_of, memory_of
 from tests.support.world import wait_until
 
@@ -100,6 +104,43 @@ def test_g14_without_any_connection_the_limit_is_told(rig: Rig) -> None:
         fault = read_once(rig).fault
     assert fault is not None and fault.kind is FaultKind.CHANNEL and "RLIMIT_NOFILE" in fault.text
     assert read_once(rig).fault is None
+
+
+def never_dialled(make_rig: MakeRig) -> Rig:
+    """A reader whose peer dials nothing of what it is asked for."""
+    rig = make_rig(reader_dials=False)
+    rig.owner_channel.dial_for_peer = lambda count: None  # type: ignore[method-assign]
+    return rig
+
+
+def late_read(rig: Rig) -> Fault | None:
+    return rig.read(extents_of(memory_of(1, 8, 1)), extents_of(memory_of(1, 8, None)), timeout_s=0.3).fault
+
+
+def test_g14_a_reader_for_which_no_connection_comes_says_whether_it_could_take_one(make_rig: MakeRig) -> None:
+    rig = never_dialled(make_rig)
+    fault = late_read(rig)
+    assert fault is not None and fault.kind is FaultKind.TIMEOUT
+    for number in (errno.EMFILE, errno.ENFILE):
+        with Shortage(1, lasting=True, number=number):
+            fault = late_read(rig)
+        assert fault is not None and fault.kind is FaultKind.CHANNEL and re.search(LIMITS, fault.text)
+        assert isinstance(fault.cause, OSError) and fault.cause.errno == number
+    assert not rig.channel.pool._waiting
+
+
+def test_g14_a_reader_waits_for_a_connection_in_use_as_long_as_it_has_time(make_rig: MakeRig) -> None:
+    rig = never_dialled(make_rig)
+    ours, theirs = socket.socketpair()
+    rig.channel.adopt(ours, False, b"")
+    user = TcpRead(rig.channel.pool, b"", extents_of(memory_of(1, 8, None)), 0, 8)
+    assert rig.channel.pool.take_idle(user)
+    watch = Stopwatch()
+    with Shortage(1, lasting=True):
+        fault = late_read(rig)
+    assert watch.elapsed >= 0.3 and fault is not None and "RLIMIT_NOFILE" in fault.text
+    rig.channel.pool.reclaim(user)
+    theirs.close()
 
 
 def test_g14_connections_that_were_given_up_before_they_came_in_are_not_kept(make_rig: MakeRig) -> None:

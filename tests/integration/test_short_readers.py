@@ -1,4 +1,4 @@
-"""Row G14 over transport ``shm``: a reader that is out of descriptors when its peer's memory comes."""
+"""Row G14: a reader that is out of descriptors when its peer's memory, or a data connection, comes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import resource
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMStatusCode
+from llm_datadist.testing.stopwatch import Stopwatch
 from llm_datadist.transports import shm_memory
 from tests.support import actors, allocated
-from tests.support.pair import D_ID, SEED, Combo, Pair
+from tests.support.pair import D_ID, P_ID, SEED, SUCCESS, Combo, Pair
 from tests.support.pool import Spawner
 from tests.support.world import World, wait_until
 
@@ -96,3 +97,24 @@ def test_g14_a_link_that_has_another_way_takes_shm_once_there_are_some(spawn: Sp
     pair.d.call(_give_descriptors_back)
     assert pair.d.call(_comes_into_use)
     pair.pull_blocks([3], [1]).ok()
+
+
+@pytest.mark.parametrize("timeout_ms", [500, 5000])
+def test_g14_a_reader_that_cannot_take_a_data_connection_names_the_limit(
+    spawn: Spawner, timeout_ms: int
+) -> None:
+    """The owner has dialled the link, so it dials what the reader asks for; the reader's listener has no room."""
+    reader = spawn(env=ALONE)
+    pair = Pair(reader, spawn(), Combo("B", "tcp")).up(timeout_ms=timeout_ms)
+    reader.call(actors.blocks_cache, "dst", model_id=3)
+    pair.d.call(actors.blocks_cache, "src", model_id=0, seed=SEED)
+    reader.call(_leave_no_descriptors)
+    watch = Stopwatch()
+    pull = reader.attempt(actors.pull_blocks, BlocksCacheKey(D_ID, 0), "dst", [1], [2])
+    pull.expect(OUT, "RLIMIT_NOFILE", "no data connection")
+    assert watch.within(3.0), "none is in use that could be waited for"
+    push = pair.d.attempt(actors.push_blocks, BlocksCacheKey(P_ID, 3), "src", [1], [2])
+    push.expect(OUT, "RLIMIT_NOFILE", "no data connection")
+    reader.call(_give_descriptors_back)
+    assert reader.attempt(actors.pull_blocks, BlocksCacheKey(D_ID, 0), "dst", [1], [2]).code == SUCCESS
+    pair.d.attempt(actors.push_blocks, BlocksCacheKey(P_ID, 3), "src", [1], [2]).ok()
