@@ -251,5 +251,11 @@ LINES = _limit(
 REFUSALS = _limit(
     "REFUSALS", "address and minute", 1, "refused links that have a line; more are counted and told"
 )
+LINES_ENGINE = _limit(
+    "LINES_ENGINE",
+    "engine and minute",
+    5000,
+    "of each kind about all peers, what was counted included; one line more tells how many were left out",
+)
 LINES_S = _limit("LINES_S", "engine", 60.0, "after which what was counted is told")
 ADDRESSES = _limit("ADDRESSES", "engine", 1024, "for which lines are counted; beyond it they share one count")

@@ -1,4 +1,4 @@
-"""Lines of the log that a peer can cause: bounded for each address, what is beyond is counted and told.
+"""Lines of the log that peers can cause: bounded for each address and in all, what is beyond is counted and told.
 
 Threads: any. What was counted is told on the control thread when its minute is over.
 """

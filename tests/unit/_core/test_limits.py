@@ -12,7 +12,7 @@ from llm_datadist._core import limits
 from llm_datadist._core.budget import Budget
 from llm_datadist._core.layout import Layout
 from llm_datadist._core.leases import Leases
-from llm_datadist._core.line_counts import OTHERS, Left, LineCounts
+from llm_datadist._core.line_counts import ALL, OTHERS, Left, LineCounts
 from llm_datadist._core.notices import NoticeQueue
 from llm_datadist._core.registry import GenerationWord, KeyName, Record, Registry
 from llm_datadist._core.remote_table import RemoteCache, RemoteTable
@@ -80,6 +80,41 @@ def test_g15_lines_are_counted_by_address() -> None:
     assert counts.ended(59.0) == [] and counts.next_end == 60.0
     assert counts.ended(60.0) == [Left("a", "lines", 3, "text 4")]
     assert counts.ended(62.0) == [Left(OTHERS, "lines", 2, "e")] and counts.next_end is None
+
+
+@pytest.mark.rule("S.26")
+def test_g18_lines_about_all_addresses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many addresses there are; what tells of them later counts as well, and of the rest there is one line."""
+    monkeypatch.setattr(limits, "LINES_ENGINE", 10)
+    counts = LineCounts()
+    said = [
+        counts.admit(f"a{host}", "lines", 3, f"{host}.{n}", 1.0 + 0.01 * host)
+        for host in range(20)
+        for n in range(4)
+    ]
+    assert sum(said) == 10
+    assert counts.admit("a0", "events", 3, "x", 2.0), "another kind has its own"
+    left = counts.ended(70.0)
+    assert [x.address for x in left] == [ALL]
+    assert sum(x.more for x in left) == 80 - 10 and left[-1].last
+    assert counts.next_end is None
+    assert counts.admit("a0", "lines", 3, "x", 70.0), "a new minute"
+
+
+def test_g18_what_was_counted_is_told_by_address_while_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LINES_ENGINE", 4)
+    counts = LineCounts()
+    for host in range(3):
+        for n in range(2):
+            counts.admit(f"a{host}", "refused links", 1, f"{host}.{n}", 1.0)
+    assert counts.ended(30.0) == []
+    assert [(x.address, x.more) for x in counts.ended(61.0)] == [("a0", 1), ("a1", 1), ("a2", 1)]
+
+
+def test_a_minute_without_a_line_too_many_ends_by_itself() -> None:
+    counts = LineCounts()
+    assert counts.admit("a", "lines", 1, "x", 1.0)
+    assert counts.admit("a", "lines", 1, "x", 1.0 + limits.LINES_S), "nobody has asked what was left out"
 
 
 def notify(cluster_id: int) -> Notify:
