@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import json
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +28,7 @@ class World:
         before_end: Called when a transfer is looked at.
         losses: How often a transfer failed.
         at_once: Transfers may end when they are posted.
+        interrupted: Readers are, so that a transfer may be made and nobody know of it.
     """
 
     held: threading.Event = field(default_factory=threading.Event)
@@ -39,6 +39,7 @@ class World:
     before_end: Any = None
     losses: int = 0
     at_once: bool = False
+    interrupted: bool = False
 
     def agents(self, name: str, serving: bool) -> FakeAgent:
         agent = FakeAgent(self, name, serving)
@@ -143,10 +144,12 @@ class FakeAgent:
         assert transfer not in self._under_way, "it would go on writing"
         del self._transfers[transfer]
 
-    def close(self, ended: Sequence[int] = ()) -> None:
-        for transfer in ended:
-            self.release(transfer)
-        assert set(self._transfers) <= self._under_way, "a transfer that has ended was not freed"
+    def close(self, ended: list[int]) -> None:
+        while ended:
+            self.release(ended.pop())
+        assert self._world.interrupted or set(self._transfers) <= self._under_way, (
+            "a transfer that has ended was not freed"
+        )
         self._world.living.pop(self.name, None)
 
     def _alive(self) -> None:

@@ -5,7 +5,8 @@ thread never sleeps (a core of CPU when idle; here it waits for events), and imp
 process's logging anew. An agent that serves has that thread: peers that connect, or read over TCP, need
 it. One that reads is driven by the calls of its user.
 Invariants: nothing is imported or read from the environment before ``agents()``. An agent is destroyed by
-``close`` alone, never by the garbage collector: in a forked child its threads are missing.
+``close`` alone, never by the garbage collector: in a forked child its threads are missing. What an interrupted
+``close`` has begun, the next one ends.
 Threads: a reading agent takes one call at a time (``Session`` sees to it), a serving one any number.
 """
 
@@ -17,7 +18,10 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import filterfalse, repeat
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 
@@ -32,6 +36,12 @@ _PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 _SEGMENTS = {"host": "DRAM_SEG", "cuda": "VRAM_SEG"}  # of ``Region.memory``, without ":device"
 _CONNECT = "UCX_TCP_CONN_NB"
 _PROGRESS_WAIT_US = 500_000  # longest sleep of the serving thread; events wake it at once
+# Of this module, which says what they take; what they do is done when the interpreter looks for signals.
+_PYTHON = ctypes.PyDLL(None)
+_keep: Any = _PYTHON.Py_IncRef
+_let_go: Any = _PYTHON.Py_DecRef
+_keep.argtypes = _let_go.argtypes = [ctypes.py_object]
+_keep.restype = _let_go.restype = None
 _MAGIC = b"nixlSerDes|Agent"  # how metadata begin; the length (8 bytes) and the name of the agent follow
 
 
@@ -79,11 +89,11 @@ class Agent(Protocol):
     def release(self, transfer: int) -> None:
         """Frees a transfer that has ended. One that has not would go on writing."""
 
-    def close(self, ended: Sequence[int] = ()) -> None:
+    def close(self, ended: list[int]) -> None:
         """Destroys the agent: its connections end, and nothing is written any more. Idempotent.
 
         Args:
-            ended: Transfers to free before, none of them under way.
+            ended: Transfers to free before, none of them under way; what has been freed is taken out.
         """
 
 
@@ -97,8 +107,7 @@ def agents() -> Agents:
     Raises:
         TransportUnavailable: It is not installed, or cannot be loaded.
     """
-    bindings = _bindings()
-    return lambda name, serving: _Agent(bindings, name, serving)
+    return partial(_Agent, _bindings())
 
 
 def check_installed() -> None:
@@ -180,6 +189,7 @@ class _Agent:
         # NIXL's exceptions have no base class of their own.
         self._errors: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, *own)
         self._agent: Any = None
+        self._kept: list[Any] = []
         config = bindings.nixlAgentConfig()
         config.useProgThread = serving
         config.useListenThread = False
@@ -188,11 +198,14 @@ class _Agent:
         config.captureTelemetry = False
         try:
             self._agent = bindings.nixlAgent(name, config)
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
+            self._kept.extend(filterfalse(_keep, (self._agent,)))  # in one step
             self._agent.createBackend("UCX", _config())
         except Exception as exc:
-            self.close()
+            self.close([])
             raise TransportUnavailable(f"NIXL has no agent with UCX for us: {_text(exc)}") from exc
+        except BaseException:
+            self.close([])
+            raise
 
     def register(self, memory: str, rows: U64) -> None:
         self._call(self._agent.registerMem, self._registration(memory, rows), [])
@@ -225,17 +238,19 @@ class _Agent:
     def release(self, transfer: int) -> None:
         self._call(self._agent.releaseXferReq, transfer)
 
-    def close(self, ended: Sequence[int] = ()) -> None:
-        agent, self._agent = self._agent, None
-        if agent is not None and os.getpid() == self._pid:
-            for transfer in ended:
-                with contextlib.suppress(*self._errors):
-                    agent.releaseXferReq(transfer)
-            # UCX takes an endpoint whose peer has died down as it makes progress; destroyed with one half way, it
-            # ends the process ("Assertion `ucs_arbiter_group_is_empty(group)' failed").
+    def close(self, ended: list[int]) -> None:
+        agent = self._agent
+        if agent is None or os.getpid() != self._pid:
+            return
+        while ended:
             with contextlib.suppress(*self._errors):
-                agent.getNotifs({}, [])
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(agent))
+                deque(map(agent.releaseXferReq, map(ended.pop, repeat(0, len(ended)))), 0)
+        # UCX takes an endpoint whose peer has died down as it makes progress; destroyed with one half way, it
+        # ends the process ("Assertion `ucs_arbiter_group_is_empty(group)' failed").
+        with contextlib.suppress(*self._errors):
+            agent.getNotifs({}, [])
+        deque(map(_let_go, map(self._kept.pop, repeat(0, len(self._kept)))), 0)
+        self._agent = None
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         try:

@@ -99,7 +99,7 @@ class NixlTransport:
                 "host", np.array([[0, self._page.nbytes]], dtype=np.uint64) + np.uint64(self._page.address)
             )
         except (NixlRefused, NixlLost) as exc:
-            self._serving.close()
+            self._serving.close([])
             raise TransportUnavailable(f"NIXL registers no memory here: {exc}") from exc
 
     def register(self, region: Region) -> bytes:
@@ -200,7 +200,7 @@ class NixlTransport:
             channels = list(self._channels)
         for channel in channels:
             channel.close()
-        self._serving.close()
+        self._serving.close([])
 
     def close_after_fork(self) -> None:
         """In a forked child: nothing. UCX's threads are not here, so its agents are left alone until exec."""

@@ -19,6 +19,7 @@ from llm_datadist.transports._nixl import NixlLost, NixlRefused
 from llm_datadist.transports.nixl_pages import first_hole
 from llm_datadist.transports.nixl_read import MAX_RUNS, SLOW_S, Cut, Reach, finish, linger_s
 from llm_datadist.transports.nixl_session import Session, Source, Word
+from llm_datadist.transports.nixl_use import Use, used
 from llm_datadist.transports.seam import OnCut
 
 _MAX_NBYTES = 1 << 20
@@ -29,8 +30,8 @@ _WORD_NBYTES = 8
 class Again(Reach, Protocol):
     """What these reads need of their channel."""
 
-    def current(self) -> Session | None:
-        """The session that is there, entered; None: there is none, or it is over."""
+    def current(self, use: Use) -> Session | None:
+        """The session that is there, entered; None: there is none, or it is over. The use must leave."""
 
     def find_one(self, address: int, nbytes: int) -> tuple[Source, ...]:
         """The sources of one range of the peer; none: it is out of reach."""
@@ -40,9 +41,14 @@ def word_again(reach: Again, address: int, deadline: float) -> int | None:
     """A word of the peer; None: not in this way."""
     if time.monotonic() >= deadline:
         return None
-    session = reach.current()
+    return used(lambda use: _word(reach, use, address, deadline))
+
+
+def _word(reach: Again, use: Use, address: int, deadline: float) -> int | None:
+    session = reach.current(use)
     if session is None:
         return None
+    value: int | None = None
     try:
         found = session.read_word(address)
         if found is None:
@@ -51,16 +57,12 @@ def word_again(reach: Again, address: int, deadline: float) -> int | None:
             _finish(reach, session, found.transfer, deadline)
             value = found.value  # before another thread may have it
             session.keep_word(address, found)
-            return value
-        return found
+        else:
+            value = found
+        use.under_way = False
     except (NixlLost, NixlRefused, Cut):
-        session.doom()
-        return None
-    except BaseException:
-        session.doom()  # the transfer may be under way
-        raise
-    finally:
-        session.leave()
+        value = None
+    return value
 
 
 def _made(reach: Again, session: Session, address: int) -> Word | int | None:
@@ -115,34 +117,31 @@ class NixlRows:
         cut = _Cuts()
         on_cut(cut.note)
         try:
-            return self._read(there, here, deadline, cut)
+            return used(lambda use: self._read(use, there, here, deadline, cut))
         finally:
             on_cut(None)
 
-    def _read(self, there: int, here: int, deadline: float, cut: _Cuts) -> bool:
+    def _read(self, use: Use, there: int, here: int, deadline: float, cut: _Cuts) -> bool:
         reach = self._reach
         now = time.monotonic()
         if now < self._until or now >= deadline or reach.closed or self._nbytes > reach.pace.nbytes:
             return False
         try:
-            session = reach.session(self._sources, self._memory, self._rows)
+            session = reach.session(use, self._sources, self._memory, self._rows)
         except (NixlLost, NixlRefused):
+            use.under_way = False
             self._until = now + _PLAIN_S
             return False
+        moved = False
         try:
             at, to = self._there + np.uint64(there), self._here + np.uint64(here)
-            return self._move(session, at, to, deadline, cut) and not reach.closed
+            moved = self._move(session, at, to, deadline, cut)
+            use.under_way = False
         except (NixlLost, NixlRefused):
-            session.doom()
             self._until = now + _PLAIN_S
-            return False
         except Cut:
-            return False
-        except BaseException:
-            session.doom()  # the transfer may be under way
-            raise
-        finally:
-            session.leave()
+            pass
+        return moved and not reach.closed
 
     def _move(self, session: Session, there: U64, here: U64, deadline: float, cut: _Cuts) -> bool:
         if self._memory == "host" and first_hole(here, self._lengths) is not None:

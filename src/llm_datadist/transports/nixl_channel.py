@@ -8,7 +8,6 @@ Threads: any. ``close`` never waits for the lock that the making of a session ho
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from llm_datadist.transports.nixl_ranges import Ranges, none, spans
 from llm_datadist.transports.nixl_read import Copy, NixlRead, Pace
 from llm_datadist.transports.nixl_session import NixlBusy, Session, Source
 from llm_datadist.transports.nixl_small import Scratch, Small
+from llm_datadist.transports.nixl_use import Use, used
 from llm_datadist.transports.seam import Fault, FaultKind, TransportUnavailable
 
 ID_NBYTES = 16
@@ -92,6 +92,7 @@ class NixlChannel:
         self._scratch = Scratch()
         self._making = threading.Lock()
         self._session: Session | None = None
+        self._sessions: list[Session] = []  # those that are not destroyed
         self._admitting = threading.Lock()
         self._number = 0
         always = _source_of(b"", endpoint.agent, "host", endpoint.rows, endpoint.metadata, _ALWAYS)
@@ -161,7 +162,7 @@ class NixlChannel:
             self._last = None, ()
             for name, other in list(self._sources.items()):
                 # Older ones at these addresses are no better; what lives is told again.
-                if other is not None and any(other.ranges.touch(s.ranges.pairs).any() for s in sources):
+                if other is not None and any([other.ranges.touch(s.ranges.pairs).any() for s in sources]):
                     del self._sources[name]
 
     def _find(self, extents: Extents) -> tuple[Source, ...]:
@@ -246,16 +247,15 @@ class NixlChannel:
         if not sources:
             text = f"address {address:#x} of the peer is not registered with NIXL"
             return Fault(FaultKind.CANCELLED if self.closed else FaultKind.SOURCE, text)
-        slot = self._scratch.take()
-        try:
-            fault = (
-                NixlRead(self, Small(sources, self._scratch.rows, address, slot, nbytes))
-                .wait(deadline=deadline)
-                .fault
-            )
-            return fault if fault is not None else self._scratch.content(slot, nbytes)
-        finally:
-            self._scratch.give(slot)
+        return used(lambda use: self._read_placed(use, sources, address, nbytes, deadline))
+
+    def _read_placed(
+        self, use: Use, sources: tuple[Source, ...], address: int, nbytes: int, deadline: float
+    ) -> bytes | Fault:
+        slot = self._scratch.take(use)
+        task = Small(sources, self._scratch.rows, address, slot, nbytes)
+        fault = NixlRead(self, task).run(use, deadline).fault
+        return fault if fault is not None else self._scratch.content(slot, nbytes)
 
     def find_one(self, address: int, nbytes: int) -> tuple[Source, ...]:
         """See ``Again``."""
@@ -266,44 +266,42 @@ class NixlChannel:
 
     # ---- sessions -------------------------------------------------------------------------------
 
-    def current(self) -> Session | None:
+    def current(self, use: Use) -> Session | None:
         """See ``Again``."""
         session = self._session
-        return session if session is not None and not self.closed and session.enter() else None
+        return session if session is not None and not self.closed and session.enter(use) else None
 
-    def session(self, sources: tuple[Source, ...], memory: str, rows: U64) -> Session:
+    def session(self, use: Use, sources: tuple[Source, ...], memory: str, rows: U64) -> Session:
         """See ``Reach``."""
         with self._making:
             try:
+                if len(self._sessions) > 1:
+                    self._sweep()
                 for _ in range(2):
                     session = self._session or self._make()
-                    self._session = session
-                    if session.enter():
+                    if session.enter(use):
                         try:
                             session.prepare(sources, memory, rows)
                             return session
                         except NixlBusy:
-                            session.leave()
-                        except BaseException:
-                            session.leave()
-                            raise
-                    session.retire()
-                    self._session = None
+                            use.under_way = False
+                            use.leave()
+                    self._drop_made()
                 raise NixlRefused("it overlaps what the agent knows")
             finally:
                 if self.closed:
                     self._drop_made()
 
-    def lives(self, session: Session) -> bool:
+    def lives(self, session: Session, use: Use) -> bool:
         """See ``Reach``."""
         with self._making:
             if self._session is session:
                 self._session = None
             try:
-                probe = self._session = self._session or self._make()
+                probe = self._session or self._make()
             except (NixlLost, NixlRefused):
                 return False
-            alive = probe.enter() and self._answers(probe)
+            alive = probe.enter(use) and self._answers(probe, use)
             if not alive or self.closed:
                 self._drop_made()
             return alive
@@ -311,8 +309,7 @@ class NixlChannel:
     def forget(self, memory: str, rows: U64) -> None:
         """Rows of ours are no longer registered."""
         self._last_here = None, None
-        session = self._session
-        if session is not None:
+        for session in tuple(self._sessions):
             session.forget(memory, rows)
 
     def close(self) -> None:
@@ -326,23 +323,36 @@ class NixlChannel:
         self._forget(self)
 
     def _make(self) -> Session:
+        self._sweep()
+        session = Session(self._agents, self._endpoint.agent, self._always, self._scratch.rows)
+        self._sessions.append(session)  # before there is anything to end
         try:
-            agent = self._agents(secrets.token_hex(12), False)
+            session.begin()
         except TransportUnavailable as exc:
             raise NixlRefused(str(exc)) from exc
-        try:
-            return Session(agent, self._endpoint.agent, self._always, self._scratch.rows)
         except NixlRefused as exc:
             raise NixlLost(str(exc)) from exc
+        else:
+            self._session = session
+        finally:
+            self._sweep()
+        return session
 
     def _drop_made(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            session.retire()
+        self._session = None
+        self._sweep()
 
-    def _answers(self, session: Session) -> bool:
-        """Whether the nonce can be read; leaves the session."""
-        endpoint, slot = self._endpoint, self._scratch.take()
+    def _sweep(self) -> None:
+        """Ends all but the present one, as far as they are not used; whoever was to do it may have been broken off."""
+        for session in tuple(self._sessions):
+            if session is not self._session:
+                session.retire()
+                if session.is_destroyed:
+                    self._sessions.remove(session)
+
+    def _answers(self, session: Session, use: Use) -> bool:
+        """Whether the nonce can be read."""
+        endpoint, slot = self._endpoint, self._scratch.take(use)
         until = time.monotonic() + _PROBE_S
         try:
             task = Small((self._always,), self._scratch.rows, endpoint.nonce_address, slot, PROOF_NBYTES)
@@ -350,18 +360,14 @@ class NixlChannel:
             transfer = session.start(("host", there), ("host", here), size)
             while transfer is not None and not session.ended(transfer):
                 if time.monotonic() >= until or self.closed:
-                    session.doom()
                     return False
                 time.sleep(_PROBE_SLEEP_S)
             if transfer is not None:
                 session.release(transfer)
+            use.under_way = False
             return self._scratch.content(slot, PROOF_NBYTES) == endpoint.nonce
         except (NixlLost, NixlRefused):
-            session.doom()
             return False
-        finally:
-            session.leave()
-            self._scratch.give(slot)
 
 
 def _source_of(

@@ -17,6 +17,7 @@ from llm_datadist._core.segments import U64, Extents, matched
 from llm_datadist.transports._nixl import NixlLost, NixlRefused
 from llm_datadist.transports.nixl_pages import first_hole
 from llm_datadist.transports.nixl_session import Session, Source
+from llm_datadist.transports.nixl_use import Use, used
 from llm_datadist.transports.seam import Fault, FaultKind, Progress
 
 MAX_RUNS = 4096
@@ -50,16 +51,16 @@ class Reach(Protocol):
     linger_s: float
     closed: bool
 
-    def session(self, sources: tuple[Source, ...], memory: str, rows: U64) -> Session:
-        """A session that knows this memory, entered.
+    def session(self, use: Use, sources: tuple[Source, ...], memory: str, rows: U64) -> Session:
+        """A session that knows this memory, entered. Whatever is raised, the use must leave.
 
         Raises:
             NixlLost: The peer cannot be reached; the text says why.
             NixlRefused: NIXL does not take this memory.
         """
 
-    def lives(self, session: Session) -> bool:
-        """Ends a session that NIXL says is lost; whether the peer answers on a new one."""
+    def lives(self, session: Session, use: Use) -> bool:
+        """Ends a session that NIXL says is lost; whether the peer answers on a new one. The use must leave."""
 
     def distrust(self, sources: tuple[Source, ...]) -> None:
         """Leaves out what could not be read, until the peer tells of it again."""
@@ -180,44 +181,50 @@ class NixlRead:
 
     def wait(self, *, deadline: float) -> Progress:
         """Moves the bytes. To be called once."""
+        return used(lambda use: self.run(use, deadline))
+
+    def run(self, use: Use, deadline: float) -> Progress:
+        """The same for a caller who has a use."""
         task = self._task
         self._deadline = deadline
         self._linger_s = linger_s(self._reach, deadline)
         if isinstance(task, Fault):
             return Progress(0, self._fault if self._must_stop() else task)
         while self._at < task.nbytes and not self._must_stop():
-            self._try(task)
+            self._try(task, use)
         return Progress(self._at, self._fault)
 
-    def _try(self, task: Task) -> None:
+    def _try(self, task: Task, use: Use) -> None:
         """Moves as far as it comes with one session."""
+        reach = self._reach
+        lost: tuple[Session, Exception] | None = None
         try:
-            session = self._reach.session(task.sources, task.memory, task.rows)
+            session = reach.session(use, task.sources, task.memory, task.rows)
+            lost = self._go(session, task)
+            use.under_way = lost is not None
         except NixlLost as exc:
-            self._fault = Fault(
-                FaultKind.PEER_LOST, f"the peer cannot be reached with NIXL: {exc}", cause=exc
-            )
-            return
+            use.under_way = False
+            text = f"the peer cannot be reached with NIXL: {exc}"
+            self._fault = Fault(FaultKind.PEER_LOST, text, cause=exc)
         except NixlRefused as exc:
-            self._reach.distrust(task.sources)
+            use.under_way = False
+            reach.distrust(task.sources)
             self._fault = Fault(FaultKind.CHANNEL, f"NIXL does not take this memory: {exc}", cause=exc)
-            return
-        lost: Exception | None = None
+        finally:
+            use.leave()
+        if lost is not None and not self._must_stop():
+            self._explain(task, use, *lost)
+
+    def _go(self, session: Session, task: Task) -> tuple[Session, Exception] | None:
+        """With this one; what NIXL said, if it lost the peer."""
         try:
             while self._at < task.nbytes and not self._must_stop():
                 self._transfer(session, task)
         except Cut:
             pass  # the bytes of this transfer are read again
         except (NixlLost, NixlRefused) as exc:
-            lost = exc
-            session.doom()
-        except BaseException:
-            session.doom()  # a transfer may be under way
-            raise
-        finally:
-            session.leave()
-        if lost is not None and not self._must_stop():
-            self._explain(session, task, lost)
+            return session, exc
+        return None
 
     def _transfer(self, session: Session, task: Task) -> None:
         pace = self._reach.pace
@@ -238,9 +245,13 @@ class NixlRead:
         self._at += nbytes
         pace.note(nbytes, time.monotonic() - began)
 
-    def _explain(self, session: Session, task: Task, lost: Exception) -> None:
+    def _explain(self, task: Task, use: Use, session: Session, lost: Exception) -> None:
         """NIXL has one answer for a peer that is gone and for memory that is: ask the peer."""
-        if not self._reach.lives(session):
+        try:
+            lives = self._reach.lives(session, use)
+        finally:
+            use.leave()
+        if not lives:
             text = "the peer is gone: UCX lost the connection, and makes no new one"
             self._fault = Fault(FaultKind.PEER_LOST, text, cause=lost)
             return

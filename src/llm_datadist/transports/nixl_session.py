@@ -4,12 +4,14 @@ Strategy: NIXL cannot cancel a transfer (releasing one that runs only forgets it
 but destroying the agent ends its connections. So each channel reads with an agent of its own, which knows
 one peer, and a transfer that does not end in time costs that agent: the next read makes another.
 Invariants: a session is destroyed when its last user has left; whoever leaves a doomed one waits for that,
-so when ``left`` returns nothing of it writes any more. A retired one lets its users finish.
+so when ``leave`` returns nothing of it writes any more. A retired one lets its users finish. A user that is
+over and has not left was broken off (``nixl_use``): whoever looks next dooms the session.
 Threads: any; calls of the agent are made one at a time (faster than NIXL's own locks under contention).
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 from dataclasses import dataclass
 
@@ -18,11 +20,13 @@ import numpy as np
 from llm_datadist._core import limits
 from llm_datadist._core.segments import U64
 from llm_datadist._waiting import Latch
-from llm_datadist.transports._nixl import Agent, NixlLost, NixlRefused
+from llm_datadist.transports._nixl import Agent, Agents, NixlLost, NixlRefused
 from llm_datadist.transports.nixl_ranges import Ranges, none
+from llm_datadist.transports.nixl_use import Use, used
 
 _MAX_WORDS = 64  # that are kept: a pull looks at one or two words, twice
 _WORD = 8
+_LOOK_S = 0.1  # between two looks for users that were broken off
 
 
 class NixlBusy(Exception):  # noqa: N818 - an answer
@@ -53,22 +57,26 @@ class Source:
 
 
 class Session:
-    """An agent that knows one peer.
+    """An agent that knows one peer, once it has begun.
 
     Args:
-        agent: Owned by the session from now on.
+        agents: Makes the agent.
         peer: Name of the peer's agent.
         first: Connection and memory that are always there; loaded at once.
         scratch: Rows of ours for small reads, of memory "host".
     """
 
-    def __init__(self, agent: Agent, peer: str, first: Source, scratch: U64) -> None:
-        self._agent = agent
+    def __init__(self, agents: Agents, peer: str, first: Source, scratch: U64) -> None:
+        self._agents = agents
+        self._made: list[Agent] = []
         self.peer = peer
+        self._first = first
+        self._scratch = scratch
         self._calls = threading.Lock()
         self._lock = threading.RLock()
-        self._users = 0
+        self._users: set[Use] = set()
         self._open = True
+        self._ended: list[int] | None = None
         self._destroyed = Latch()
         self.doomed = False
         self._loaded: dict[bytes, Source] = {}
@@ -78,27 +86,36 @@ class Session:
         self._cells = np.zeros(_MAX_WORDS, dtype="<u8")
         self._free_cells = list(range(_MAX_WORDS))
         self._words: dict[int, Word] = {}  # that nobody uses; the one last used is last
+
+    def begin(self) -> None:
+        """Makes the agent. Whatever is raised, the session is to be retired."""
+        self._made.extend(map(self._agents, (secrets.token_hex(12),), (False,)))  # noted as it is made
         cells = int(self._cells.ctypes.data)
         own = np.array([[cells, cells + self._cells.nbytes]], dtype=np.uint64)
-        try:
-            self.prepare((first,), "host", np.concatenate((scratch, own)))
-        except BaseException:
-            agent.close()
-            raise
+        self.prepare((self._first,), "host", np.concatenate((self._scratch, own)))
 
     # ---- life -----------------------------------------------------------------------------------
 
-    def enter(self) -> bool:
-        """One more user; False when it is over."""
+    def enter(self, use: Use) -> bool:
+        """One more user, with something under way until it says otherwise; False when it is over."""
+        use.session = self  # before it counts: it leaves from here on, whatever happens
         with self._lock:
-            if self._open:
-                self._users += 1
-            return self._open
+            self._look_after_users()
+            if not self._open:
+                use.session = None
+                return False
+            use.under_way = True
+            self._users.add(use)
+            return True
 
-    def leave(self) -> None:
-        """The end of an ``enter``. Of a doomed session: returns when it is destroyed, whatever is raised."""
+    def has(self, use: Use) -> bool:
+        """Whether it has not left, and the agent lives."""
+        return use in self._users
+
+    def leave(self, use: Use) -> None:
+        """The end of an ``enter``, idempotent. A doomed session is destroyed when it returns, or raises."""
         with self._lock:
-            self._users -= 1
+            self._users.discard(use)
             over = self.doomed or not self._open
         if not over:
             return
@@ -106,8 +123,9 @@ class Session:
         raised: BaseException | None = None
         while self.doomed:
             try:
-                self._destroyed.wait()
-                break
+                if self._destroyed.wait(_LOOK_S):
+                    break
+                self._destroy_unused()
             except BaseException as exc:  # a signal handler's: after the wait
                 raised = exc
         if raised is not None:
@@ -124,11 +142,29 @@ class Session:
         self.doomed = True
         self.retire()
 
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether nothing is left of it."""
+        return self._destroyed.is_open
+
+    def _look_after_users(self) -> None:
+        """The caller holds the lock."""
+        if not all([use.during.locked() for use in self._users.copy()]):
+            self.doomed, self._open = True, False
+
+    def _has_users(self) -> bool:
+        return any([use.during.locked() for use in self._users.copy()])
+
     def _destroy_unused(self) -> None:
         with self._lock:
-            if self._open or self._users or self._destroyed.is_open:
+            self._look_after_users()
+            if self._open or self._destroyed.is_open or self._has_users():
                 return
-            self._agent.close([word.transfer for word in self._words.values()])
+            if self._ended is None:
+                self._ended = [word.transfer for word in self._words.values()]
+            for agent in self._made:
+                agent.close(self._ended)
+            self._users.clear()
             self._destroyed.open()
 
     # ---- what it knows --------------------------------------------------------------------------
@@ -151,30 +187,32 @@ class Session:
             if here.clash(new):
                 raise NixlBusy
             if len(new):
-                self._agent.register(memory, new)
+                self._made[0].register(memory, new)
                 self._here[memory] = here.with_(new)
             self._known.add(key)
 
     def forget(self, memory: str, rows: U64) -> None:
-        """Rows of ours that are no longer registered."""
+        """Rows of ours that are no longer registered. When it returns nothing that was broken off writes there."""
+        used(lambda use: self._forget(use, memory, rows))
+
+    def _forget(self, use: Use, memory: str, rows: U64) -> None:
+        use.session = self
         with self._lock:
-            if self._destroyed.is_open:
-                return
-            self._users += 1
-        try:
-            with self._calls:
-                here = self._here.get(memory) or Ranges(none())
-                known = rows[here.exact(rows)]
-                if len(known):
-                    self._agent.deregister(memory, known)
-                    self._here[memory] = here.without(known)
-                    self._known.clear()
-        finally:
-            self.leave()
+            self._look_after_users()
+            self._users.add(use)
+        use.under_way = True  # broken off, nobody knows what the agent has registered
+        with self._calls:
+            here = self._here.get(memory) or Ranges(none())
+            known = rows[here.exact(rows)]
+            if len(known) and not self.doomed and not self._destroyed.is_open:
+                self._made[0].deregister(memory, known)
+                self._here[memory] = here.without(known)
+                self._known.clear()
+        use.under_way = False
 
     def knows(self, sources: tuple[Source, ...]) -> bool:
         """Whether memory of the peer is known."""
-        return all(source.id in self._loaded for source in sources)
+        return all([source.id in self._loaded for source in sources])
 
     def _load(self, source: Source) -> None:
         if source.id in self._loaded:
@@ -183,42 +221,42 @@ class Session:
             # An older source at the same addresses: NIXL would go on using its keys.
             if len(self._loaded) >= limits.NIXL_TOKENS or self._there.touch(source.ranges.pairs).any():
                 raise NixlBusy
-            self._agent.load(source.metadata)
+            self._made[0].load(source.metadata)
             self._there = self._there.with_(source.ranges.pairs)
         self._loaded[source.id] = source
 
     def _has(self, source: Source) -> bool:
         """Whether something newer, or the same under another name, is there for these addresses."""
-        return any(
-            other.metadata == source.metadata
-            or (other.number > source.number and other.ranges.hold(source.ranges.pairs))
-            for other in self._loaded.values()
-        )
+        for other in self._loaded.values():
+            newer = other.number > source.number and other.ranges.hold(source.ranges.pairs)
+            if newer or other.metadata == source.metadata:
+                return True
+        return False
 
     # ---- transfers ------------------------------------------------------------------------------
 
     def start(self, there: tuple[str, U64], here: tuple[str, U64], nbytes: U64) -> int | None:
         """Begins a read of pieces, see ``Agent.make``; None when it has ended already."""
         with self._calls:
-            transfer = self._agent.make(self.peer, there, here, nbytes)
+            transfer = self._made[0].make(self.peer, there, here, nbytes)
             try:
-                if not self._agent.post(transfer):
+                if not self._made[0].post(transfer):
                     return transfer
             except (NixlLost, NixlRefused):
-                self._agent.release(transfer)
+                self._made[0].release(transfer)
                 raise
-            self._agent.release(transfer)
+            self._made[0].release(transfer)
             return None
 
     def ended(self, transfer: int) -> bool:
         """See ``Agent.ended``."""
         with self._calls:
-            return self._agent.ended(transfer)
+            return self._made[0].ended(transfer)
 
     def release(self, transfer: int) -> None:
         """See ``Agent.release``."""
         with self._calls:
-            self._agent.release(transfer)
+            self._made[0].release(transfer)
 
     # ---- words ----------------------------------------------------------------------------------
 
@@ -234,7 +272,7 @@ class Session:
                 return None
             word.clear()
             try:
-                if not self._agent.post(word.transfer):
+                if not self._made[0].post(word.transfer):
                     return word
             except (NixlLost, NixlRefused):
                 self._free(word)
@@ -251,7 +289,7 @@ class Session:
             here = np.array([self._cells.ctypes.data + cell * _WORD], dtype=np.uint64)
             there, nbytes = np.array([address], dtype=np.uint64), np.array([_WORD], dtype=np.uint64)
             try:
-                transfer = self._agent.make(self.peer, (memory, there), ("host", here), nbytes)
+                transfer = self._made[0].make(self.peer, (memory, there), ("host", here), nbytes)
             except BaseException:
                 self._free_cells.append(cell)
                 raise
@@ -273,7 +311,7 @@ class Session:
         return True
 
     def _free(self, word: Word) -> None:
-        self._agent.release(word.transfer)
+        self._made[0].release(word.transfer)
         self._free_cells.append(word.cell)
 
 

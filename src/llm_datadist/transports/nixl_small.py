@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import queue
+import threading
+import time
 
 import numpy as np
 
 from llm_datadist._core.segments import U64
 from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.transports.nixl_session import Source
+from llm_datadist.transports.nixl_use import Use
 
 _SLOTS = 256
+_SLEEP_S = 0.001
 
 
 class Scratch:
@@ -20,21 +23,22 @@ class Scratch:
         self._memory = np.zeros(_SLOTS * PROOF_NBYTES, dtype=np.uint8)
         self._start = int(self._memory.ctypes.data)
         self.rows = np.array([[self._start, self._start + len(self._memory)]], dtype=np.uint64)
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for i in range(_SLOTS):
-            self._free.put(self._start + i * PROOF_NBYTES)
+        self._lock = threading.Lock()
+        self._holders: list[Use | None] = [None] * _SLOTS
 
-    def take(self) -> int:
-        """A place; waits for one."""
-        return self._free.get()
+    def take(self, use: Use) -> int:
+        """A place, until this use is over; waits for one."""
+        while True:
+            with self._lock:
+                for i, holder in enumerate(self._holders):
+                    if holder is None or holder.is_over:
+                        self._holders[i] = use
+                        return self._start + i * PROOF_NBYTES
+            time.sleep(_SLEEP_S)
 
     def content(self, slot: int, nbytes: int) -> bytes:
         """What is there."""
         return self._memory[slot - self._start :][:nbytes].tobytes()
-
-    def give(self, slot: int) -> None:
-        """The end of a ``take``."""
-        self._free.put(slot)
 
 
 class Small:

@@ -331,5 +331,5 @@ def test_an_agent_makes_progress_before_it_is_destroyed() -> None:
     bindings = SimpleNamespace(nixlAgentConfig=SimpleNamespace, nixlAgent=Agent, NIXL_THREAD_SYNC_RW=0)
     agent = _nixl._Agent(bindings, "a", False)
     agent.close([1, 2])
-    agent.close()
+    agent.close([])
     assert calls == ["release 1", "release 2", "progress", "destroy"]

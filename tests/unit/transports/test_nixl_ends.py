@@ -11,6 +11,7 @@ import pytest
 
 from llm_datadist.testing.stopwatch import Stopwatch
 from llm_datadist.transports.nixl import NixlTransport
+from llm_datadist.transports.nixl_use import Use
 from llm_datadist.transports.seam import FaultKind, Progress, RegistrationRefused, TransportUnavailable
 from tests.support.fake_nixl import FakeAgent
 from tests.support.nixl_rig import SIZE, Rig, kind_of, region
@@ -104,7 +105,9 @@ def test_a_session_that_another_read_cuts_is_there_for_who_prepares_it(
     rig.tell(rig.source, nbytes=SIZE)
     rig.check()
     rig.tell(rig.source + SIZE, nbytes=SIZE)
-    session = rig.channel.current()
+    use = Use()
+    use.during.acquire()
+    session = rig.channel.current(use)
     assert session is not None
 
     def load(agent: FakeAgent, metadata: bytes) -> None:
@@ -115,7 +118,8 @@ def test_a_session_that_another_read_cuts_is_there_for_who_prepares_it(
 
     def cut() -> None:
         session.doom()
-        session.leave()
+        use.leave()
+        use.during.release()
 
     cutting = threading.Thread(target=cut)
     monkeypatch.setattr(FakeAgent, "load", load)
