@@ -89,6 +89,7 @@ class NixlChannel:
         self.linger_s = 0.0  # until it is proven: nothing of a first read is worth waiting for
         self.pace = Pace()
         self.closed = False
+        self.proven = False
         self._scratch = Scratch()
         self._making = threading.Lock()
         self._session: Session | None = None
@@ -114,6 +115,7 @@ class NixlChannel:
             raise TransportUnavailable(f"a first read with NIXL failed: {answer.text}")
         if answer != self._endpoint.proof:
             raise TransportUnavailable("NIXL reaches another process than the one of the handshake")
+        self.proven = True
         self.linger_s = self._linger_s
 
     # ---- what is within reach -------------------------------------------------------------------

@@ -50,6 +50,7 @@ class Reach(Protocol):
     pace: Pace
     linger_s: float
     closed: bool
+    proven: bool
 
     def session(self, use: Use, sources: tuple[Source, ...], memory: str, rows: U64) -> Session:
         """A session that knows this memory, entered. Whatever is raised, the use must leave.
@@ -196,10 +197,12 @@ class NixlRead:
 
     def _try(self, task: Task, use: Use) -> None:
         """Moves as far as it comes with one session."""
-        reach = self._reach
+        reach, began = self._reach, time.monotonic()
         lost: tuple[Session, Exception] | None = None
         try:
             session = reach.session(use, task.sources, task.memory, task.rows)
+            if not reach.proven:
+                self._deadline += time.monotonic() - began  # an agent takes its time, whoever the peer is
             lost = self._go(session, task)
             use.under_way = lost is not None
         except NixlLost as exc:

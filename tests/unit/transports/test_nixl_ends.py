@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from llm_datadist.testing.stopwatch import Stopwatch
+from llm_datadist.transports import nixl_read
 from llm_datadist.transports.nixl import NixlTransport
 from llm_datadist.transports.nixl_use import Use
 from llm_datadist.transports.seam import FaultKind, Progress, RegistrationRefused, TransportUnavailable
@@ -171,6 +173,28 @@ def test_a_peer_that_has_started_again_is_another(rig: Rig) -> None:
     rig.channel = rig.open()
     rig.channel.admit(token)
     rig.check()
+
+
+def test_g11_what_an_agent_takes_to_be_made_is_not_the_peers_time(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that is busy it takes seconds. An opening has its time all the same, and ends when that is over."""
+    jumped = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jumped[0], sleep=time.sleep)
+    monkeypatch.setattr(nixl_read, "time", clock)
+    plain = rig.world.agents
+
+    def agents(name: str, serving: bool) -> FakeAgent:
+        jumped[0] += 3600
+        return plain(name, serving)
+
+    monkeypatch.setattr(rig.reader, "_agents", agents)
+    rig.open().close()
+    rig.world.held.set()
+    rig.world.before_end = lambda: jumped.append(jumped.pop() + 3600)
+    with pytest.raises(TransportUnavailable, match="the time ran out"):
+        rig.open()
+    rig.world.before_end = None
 
 
 def test_closed_is_closed(rig: Rig) -> None:
