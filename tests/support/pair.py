@@ -82,7 +82,9 @@ class Pair:
             self.link()
         return self
 
-    def link(self, timeout: int = 3000) -> None:
+    def link(self, timeout: int | None = None) -> None:
+        """Over NIXL both sides make an agent first: where others keep the machine busy that takes seconds."""
+        timeout = timeout or (20_000 if self.combo.backend == "nixl" else 3000)
         got = self.d.call(actors.link, [(P_ID, self.address)], timeout)
         assert got == (SUCCESS, [SUCCESS]), got
 
