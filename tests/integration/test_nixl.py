@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import subprocess
 import sys
@@ -9,10 +10,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
+import msgspec
 import pytest
 
 from llm_datadist.testing.board import PROMPT_S
 from llm_datadist.testing.stopwatch import Stopwatch
+from llm_datadist.transports.nixl_told import Endpoint
 from tests.support import netns
 from tests.support.nixl_pair import NixlOwner, need_nixl
 from tests.support.nixl_reader import NixlReader
@@ -222,3 +225,20 @@ def test_the_package_does_not_load_it() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.rule("S.41")
+def test_g16_a_peer_of_another_host_cannot_have_a_process_of_this_one_read() -> None:
+    """In the address of UCX that it gives, the process to copy from is one of the reader's host."""
+    with closing(NixlOwner(env=ON_HOST)) as owner, closing(NixlOwner(env=ON_HOST)) as victim:
+        told = msgspec.msgpack.decode(owner.endpoint.blob, type=Endpoint)
+        mine, theirs = (one.pid.to_bytes(4, "little") for one in (owner, victim))
+        assert told.metadata.count(mine) == 1, "not what this test knows"
+        forged = msgspec.structs.replace(told, metadata=told.metadata.replace(mine, theirs))
+        blob = msgspec.msgpack.encode(forged)
+        (base,) = owner.allocate([MIB], 1)
+        with closing(NixlReader(env=ON_HOST)) as reader:
+            reader.call("open", blob=base64.b64encode(blob).decode(), within_host=False)
+            reader.admit(owner.token(base))
+            reader.call("map", nbytes=MIB)
+            check_read(reader, base, MIB, 1)

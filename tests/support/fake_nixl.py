@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from llm_datadist._core.segments import U64
-from llm_datadist.transports import _nixl
 from llm_datadist.transports._nixl import NixlLost, NixlRefused
+from llm_datadist.transports.nixl_metadata import _KINDS, _Fields
 
 Row = tuple[int, int, int]  # start, end, key
+_KINDS_BY_NUMBER = {number: kind for kind, number in _KINDS.items()}
 
 
 @dataclass
@@ -41,8 +42,8 @@ class World:
     at_once: bool = False
     interrupted: bool = False
 
-    def agents(self, name: str, serving: bool) -> FakeAgent:
-        agent = FakeAgent(self, name, serving)
+    def agents(self, name: str, serving: bool, within_host: bool) -> FakeAgent:
+        agent = FakeAgent(self, name, serving, within_host)
         self.living[name] = agent
         self.made.append(agent)
         return agent
@@ -55,8 +56,9 @@ class World:
 class FakeAgent:
     """See ``_nixl.Agent``."""
 
-    def __init__(self, world: World, name: str, serving: bool) -> None:
+    def __init__(self, world: World, name: str, serving: bool, within_host: bool) -> None:
         self.name = name
+        self.within_host = within_host
         self.serving = serving
         self.here: list[tuple[str, Row]] = []
         self.there: list[tuple[str, Row]] = []
@@ -79,25 +81,22 @@ class FakeAgent:
             del self.here[at]
 
     def metadata(self, memory: str, rows: U64, connection: bool) -> bytes:
-        found = []
+        keys = []
         for start, end in rows.tolist():
-            found.append([memory, next(r for m, r in self.here if (m, *r[:2]) == (memory, start, end))])
-        name = self.name.encode()
-        told = json.dumps({"rows": found, "connection": connection}).encode()
-        return _nixl._MAGIC + len(name).to_bytes(8, "little") + name + told
+            keys.append(next(r[2] for m, r in self.here if (m, *r[:2]) == (memory, start, end)))
+        return written(self.name, memory, rows.tolist(), keys, connection)
 
     def load(self, metadata: bytes) -> None:
         self._alive()
-        name = _nixl.name_in(metadata)
-        told = json.loads(metadata[len(_nixl._MAGIC) + 8 + len(name) :])
-        if told["connection"]:
+        name, connection, memory, rows = _read(metadata)
+        if connection:
             if name in self._world.unreachable:
                 raise NixlRefused("NIXL_ERR_BACKEND")
             self.peers.add(name)
         if name not in self.peers:
             raise NixlRefused("NIXL_ERR_NOT_FOUND")
         self.loads += 1
-        self.there += [(memory, tuple(row)) for memory, row in told["rows"]]
+        self.there += [(memory, row) for row in rows]
 
     def make(self, peer: str, there: tuple[str, U64], here: tuple[str, U64], nbytes: U64) -> int:
         self._alive()
@@ -171,3 +170,38 @@ def buffer(nbytes: int, fill: int = 0) -> tuple[Any, int]:
     """An array and its address."""
     array = np.full(nbytes, fill, dtype=np.uint8)
     return array, int(array.ctypes.data)
+
+
+def written(
+    name: str, memory: str, rows: Sequence[Sequence[int]], keys: Sequence[int], connection: bool
+) -> bytes:
+    """Metadata in NIXL's form; a key is 8 bytes."""
+    kind, _, device = memory.partition(":")
+    fields = [(b"Agent", name.encode()), (b"Conns", _number(connection))]
+    if connection:
+        fields += [(b"t", b"UCX"), (b"c", b"an address of UCX")]
+    fields += [(b"", b"MemSection"), (b"nixlSecElms", _number(1)), (b"bknd", b"UCX")]
+    fields += [(b"nixlDList", b"nixlSDList"), (b"t", _number(_KINDS[kind])[:4]), (b"n", _number(len(rows)))]
+    for (start, end), key in zip(rows, keys, strict=True):
+        fields.append((b"", b"".join(map(_number, (start, end - start, int(device or 0), key)))))
+    return b"nixlSerDes|" + b"".join([tag + _number(len(what)) + what + b"|" for tag, what in fields])
+
+
+def _read(metadata: bytes) -> tuple[str, bool, str, list[Row]]:
+    fields = _Fields(metadata)
+    name, connection = fields.take(b"Agent").decode(), any(fields.take(b"Conns"))
+    for tag in (b"t", b"c") if connection else ():
+        fields.take(tag)
+    for tag in (b"", b"nixlSecElms", b"bknd", b"nixlDList"):
+        fields.take(tag)
+    kind = _KINDS_BY_NUMBER[fields.take(b"t")[0]]
+    rows, memory = [], kind
+    for _ in range(int.from_bytes(fields.take(b"n"), "little")):
+        start, nbytes, device, key = np.frombuffer(fields.take(b""), dtype="<u8").tolist()
+        memory = f"{kind}:{device}" if kind != "host" else kind
+        rows.append((start, start + nbytes, key))
+    return name, connection, memory, rows
+
+
+def _number(value: int) -> bytes:
+    return value.to_bytes(8, "little")

@@ -44,7 +44,7 @@ def transport(linger_s: float = 0.3) -> NixlTransport:
 
 
 def endpoint(blob: bytes) -> PeerEndpoint:
-    return PeerEndpoint(1, blob, b"", None, lambda count: None, PROOF)
+    return PeerEndpoint(1, blob, b"", None, lambda count: None, PROOF, within_host=True)
 
 
 def region(*bases: int, nbytes: int) -> Region:

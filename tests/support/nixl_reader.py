@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import logging
 import os
 import sys
@@ -35,8 +36,8 @@ class Reader:
         self._answer: dict[str, Any] = {}
         self._thread = threading.Thread()
 
-    def open(self, blob: str) -> None:
-        told = endpoint(base64.b64decode(blob))
+    def open(self, blob: str, within_host: bool = True) -> None:
+        told = dataclasses.replace(endpoint(base64.b64decode(blob)), within_host=within_host)
         self._channel = self._reader.open(told, deadline=time.monotonic() + OPEN_S)
 
     def admit(self, token: str) -> None:

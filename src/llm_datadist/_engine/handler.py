@@ -104,6 +104,7 @@ class Handler:
                 dialled,
                 ask_for_connections,
                 showing.proof,
+                showing.within_host,
             )
 
         backend = self._state.options.backend

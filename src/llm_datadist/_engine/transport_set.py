@@ -158,7 +158,7 @@ class TransportSet:
             raise NotSharable(f"the pool of {name} cannot be shared: {why}") from why
 
     def _open_nixl(self) -> None:
-        """What is registered before the endpoint is asked for needs no token: words and pools."""
+        """What every peer is told of before it has a link are words; pools it hears of with the first cache in them."""
         state = self._state
         if not self._wants(NixlTransport):
             return
@@ -173,9 +173,9 @@ class TransportSet:
         state.regions.use(transport)
         address, nbytes = state.slab.bounds
         state.regions.register(np.array([address], dtype=np.uint64), nbytes)
+        transport.offer()
         for placement, (address, nbytes) in state.pools.bounds.items():
             state.regions.add_pool(placement, address, nbytes)
-        transport.offer()
 
 
 def _first_data_frame(link_token: bytes, dialler_reads: bool) -> bytes:

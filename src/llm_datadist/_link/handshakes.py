@@ -147,7 +147,8 @@ class Handshakes:
         peer = conn.session.peer
         if peer is None:
             return Unusable(LLMStatusCode.LLM_FAILED, "no identity")
-        showing = Showing(endpoints, proof_of(shake.challenge, conn.ends.mirrored()))
+        proof = proof_of(shake.challenge, conn.ends.mirrored())
+        showing = Showing(endpoints, proof, conn.ends.is_within_host)
         shake.wanted = Wanted(self._loop, conn)
         try:
             result = self._handler.prepare(

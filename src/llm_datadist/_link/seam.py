@@ -48,10 +48,12 @@ class Showing:
     Attributes:
         endpoints: Transport name -> what its side of that transport gave for this connection.
         proof: What must be found there; see ``_wire.proofs``.
+        within_host: Whether its connection comes from this host.
     """
 
     endpoints: Mapping[str, bytes]
     proof: bytes
+    within_host: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,12 @@ class Ends(msgspec.Struct, frozen=True):
         """As the other side sees it."""
         return Ends(self.peers, self.mine)
 
+    @property
+    def is_within_host(self) -> bool:
+        """Whether both are of this host: no packet comes from another one with our own address as its sender."""
+        mine, peers = (end.rpartition(b" ")[0] for end in (self.mine, self.peers))
+        return mine == peers or (mine.startswith(b"127.") and peers.startswith(b"127."))
+
 
 def end_of(name: tuple[Any, ...]) -> bytes:
     """One end: what ``getsockname`` or ``getpeername`` gives, in the form that it has in every family.

@@ -17,13 +17,14 @@ import ctypes
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import filterfalse, repeat
 from types import ModuleType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,7 +35,9 @@ INSTALL = "pip install --no-deps nixl-cu12 (or nixl-cu13); its torch is not need
 _NOT_INSTALLED = f"NIXL is not installed: {INSTALL}"
 _PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 _SEGMENTS = {"host": "DRAM_SEG", "cuda": "VRAM_SEG"}  # of ``Region.memory``, without ":device"
+_MEMORY = re.compile(r"host|cuda(:[0-9]{1,4})?")
 _CONNECT = "UCX_TCP_CONN_NB"
+_MEANS = "UCX_TLS"
 _PROGRESS_WAIT_US = 500_000  # longest sleep of the serving thread; events wake it at once
 # Of this module, which says what they take; what they do is done when the interpreter looks for signals.
 _PYTHON = ctypes.PyDLL(None)
@@ -42,7 +45,6 @@ _keep: Any = _PYTHON.Py_IncRef
 _let_go: Any = _PYTHON.Py_DecRef
 _keep.argtypes = _let_go.argtypes = [ctypes.py_object]
 _keep.restype = _let_go.restype = None
-_MAGIC = b"nixlSerDes|Agent"  # how metadata begin; the length (8 bytes) and the name of the agent follow
 
 
 class NixlLost(Exception):  # noqa: N818 - an answer
@@ -97,8 +99,17 @@ class Agent(Protocol):
         """
 
 
-Agents: TypeAlias = Callable[[str, bool], Agent]
-"""Makes an agent of that name; True: peers read from it."""
+class Agents(Protocol):
+    """Makes agents."""
+
+    def __call__(self, name: str, serving: bool, within_host: bool) -> Agent:
+        """One of that name.
+
+        Args:
+            name: Its name.
+            serving: Whether peers read from it.
+            within_host: Whether it may use what processes of one host share.
+        """
 
 
 def agents() -> Agents:
@@ -120,18 +131,9 @@ def check_installed() -> None:
         raise TransportUnavailable(_NOT_INSTALLED)
 
 
-def name_in(metadata: bytes) -> str:
-    """The agent that metadata speak of; "" when they are none."""
-    at = len(_MAGIC) + 8
-    if not metadata.startswith(_MAGIC) or len(metadata) < at:
-        return ""
-    size = int.from_bytes(metadata[len(_MAGIC) : at], "little")
-    return metadata[at : at + size].decode("utf-8", "replace") if size <= 256 else ""
-
-
 def knows(memory: str) -> bool:
     """Whether there is a NIXL memory type for it."""
-    return memory.partition(":")[0] in _SEGMENTS
+    return _MEMORY.fullmatch(memory) is not None
 
 
 def _bindings() -> ModuleType:
@@ -179,7 +181,7 @@ def _load(package: str) -> ModuleType | None:
 
 
 class _Agent:
-    def __init__(self, bindings: Any, name: str, serving: bool) -> None:
+    def __init__(self, bindings: Any, name: str, serving: bool, within_host: bool) -> None:
         self.name = name
         self._b = bindings
         self._pid = os.getpid()
@@ -199,7 +201,7 @@ class _Agent:
         try:
             self._agent = bindings.nixlAgent(name, config)
             self._kept.extend(filterfalse(_keep, (self._agent,)))  # in one step
-            self._agent.createBackend("UCX", _config())
+            self._agent.createBackend("UCX", _config(within_host))
         except Exception as exc:
             self.close([])
             raise TransportUnavailable(f"NIXL has no agent with UCX for us: {_text(exc)}") from exc
@@ -283,9 +285,17 @@ class _Agent:
         return getattr(self._b, _SEGMENTS[kind]), int(device or 0)
 
 
-def _config() -> dict[str, str]:
-    """UCX waits for a connection over TCP as long as the system does, minutes, unless it is told not to."""
-    return {} if _CONNECT in os.environ else {"engine_config": f"{_CONNECT.removeprefix('UCX_')}=y"}
+def _config(within_host: bool) -> dict[str, str]:
+    """What is set here, unless the user has.
+
+    UCX waits for a connection over TCP as long as the system does, minutes, if it is not told not to. And which
+    process of *this* host it reads, where it uses what processes of a host share, is what the peer's address says.
+    """
+    values = {_CONNECT: "y"} if within_host else {_CONNECT: "y", _MEANS: "^sm"}
+    config = ",".join(
+        [f"{name.removeprefix('UCX_')}={value}" for name, value in values.items() if name not in os.environ]
+    )
+    return {"engine_config": config} if config else {}
 
 
 def _text(exc: BaseException) -> str:

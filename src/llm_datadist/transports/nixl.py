@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,8 +25,10 @@ from llm_datadist.devices.cpu import first_unwritable
 from llm_datadist.transports import _nixl
 from llm_datadist.transports._nixl import Agents, NixlLost, NixlRefused
 from llm_datadist.transports._proofs import ProofPage
-from llm_datadist.transports.nixl_channel import ID_NBYTES, Endpoint, NixlChannel, Token
+from llm_datadist.transports.nixl_channel import NixlChannel
+from llm_datadist.transports.nixl_metadata import BadMetadata, check
 from llm_datadist.transports.nixl_ranges import Book, none, spans
+from llm_datadist.transports.nixl_told import ID_NBYTES, Endpoint, Token
 from llm_datadist.transports.seam import (
     NOT_THIS_CONNECTION,
     PeerEndpoint,
@@ -92,15 +95,19 @@ class NixlTransport:
         self._page = ProofPage()
         self._nonce = random_bytes(PROOF_NBYTES)  # stays: it tells readers that we live
         self._nonce_slot = self._page.show(self._nonce)
-        self._always: tuple[bytes, bytes] | None = None
-        self._serving = self._agents(random_bytes(12).hex(), True)
+        self._always = b"", b""
+        self._serving = self._agents(random_bytes(12).hex(), serving=True, within_host=True)
         try:
             self._enter(
                 "host", np.array([[0, self._page.nbytes]], dtype=np.uint64) + np.uint64(self._page.address)
             )
+            self.offer()
         except (NixlRefused, NixlLost) as exc:
             self._serving.close([])
             raise TransportUnavailable(f"NIXL registers no memory here: {exc}") from exc
+        except BadMetadata as exc:
+            self._serving.close([])
+            raise TransportUnavailable(f"this NIXL is of a version that is not known here: {exc}") from exc
 
     def register(self, region: Region) -> bytes:
         """See ``RegisteringTransport``."""
@@ -138,16 +145,16 @@ class NixlTransport:
             channel.forget(memory, gone)
 
     def offer(self) -> None:
-        """Host memory that is registered by now needs no token: every peer is told of it."""
+        """Host memory that is registered by now needs no token: whoever dials is told of it, before it has a link."""
         with self._lock:
             rows = self._books["host"].ranges.pairs
-            self._always = _packed(rows), self._serving.metadata("host", rows, True)
+            metadata = self._serving.metadata("host", rows, True)
+            check(metadata, self._serving.name, "host", rows, connection=True)
+            self._always = _packed(rows), metadata
 
     def endpoint(self, proof: bytes) -> bytes:
         """How a peer finds and recognises us, and the proof."""
-        if self._always is None:
-            self.offer()
-        rows, metadata = self._always or (b"", b"")
+        rows, metadata = self._always
         slot = self._page.show(proof)
         endpoint = Endpoint(
             agent=self._serving.name,
@@ -179,7 +186,8 @@ class NixlTransport:
             raise TransportUnavailable(f"the peer's endpoint of transport nixl is not valid: {exc}") from exc
         if endpoint.proof != peer.proof:
             raise TransportUnavailable(NOT_THIS_CONNECTION)
-        channel = NixlChannel(self._agents, endpoint, self._locate, self._linger_s, self._drop)
+        agents = partial(self._agents, serving=False, within_host=peer.within_host)
+        channel = NixlChannel(agents, endpoint, self._locate, self._linger_s, self._drop)
         with self._lock:
             if self._closed:
                 raise TransportUnavailable("transport nixl of this process is closed")

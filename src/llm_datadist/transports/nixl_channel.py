@@ -19,43 +19,21 @@ from llm_datadist._core import limits
 from llm_datadist._core.segments import U64, Extents, Segments
 from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.transports import _libc
-from llm_datadist.transports._nixl import Agents, NixlLost, NixlRefused, knows, name_in
+from llm_datadist.transports._nixl import Agent, NixlLost, NixlRefused
 from llm_datadist.transports.nixl_again import NixlRows, fit_one_step, word_again
-from llm_datadist.transports.nixl_ranges import Ranges, none, spans
+from llm_datadist.transports.nixl_ranges import none, spans
 from llm_datadist.transports.nixl_read import Copy, NixlRead, Pace
 from llm_datadist.transports.nixl_session import NixlBusy, Session, Source
 from llm_datadist.transports.nixl_small import Scratch, Small
+from llm_datadist.transports.nixl_told import ALWAYS, ID_NBYTES, Endpoint, Token, places_of, source_of
 from llm_datadist.transports.nixl_use import Use, used
 from llm_datadist.transports.seam import Fault, FaultKind, TransportUnavailable
 
-ID_NBYTES = 16
-_ALWAYS = 1 << 62  # number of what came with the handshake
 _PROBE_S = 0.5
 _PROBE_SLEEP_S = 0.0005
 
 Locate = Callable[[Extents], "tuple[str, U64] | None"]
 """Memory and rows of ours that hold a destination."""
-
-
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """How a peer finds an agent, proves that it is the right one and sees that it lives, and reads its words."""
-
-    agent: str
-    proof: bytes
-    proof_address: int
-    nonce_address: int
-    nonce: bytes
-    rows: bytes  # (n, 2) little-endian uint64: start and end
-    metadata: bytes
-
-
-class Token(msgspec.Struct, frozen=True, kw_only=True):
-    """What follows the id of a token."""
-
-    agent: str
-    memory: str
-    rows: bytes
-    metadata: bytes
 
 
 def _metadata_nbytes(source: Source | None) -> int:
@@ -75,7 +53,7 @@ class NixlChannel:
 
     def __init__(
         self,
-        agents: Agents,
+        agents: Callable[[str], Agent],
         endpoint: Endpoint,
         locate: Locate,
         linger_s: float,
@@ -96,9 +74,13 @@ class NixlChannel:
         self._sessions: list[Session] = []  # those that are not destroyed
         self._admitting = threading.Lock()
         self._number = 0
-        always = _source_of(b"", endpoint.agent, "host", endpoint.rows, endpoint.metadata, _ALWAYS)
+        always = source_of(b"", endpoint.agent, "host", endpoint.rows, endpoint.metadata, ALWAYS)
         if isinstance(always, str):
             raise TransportUnavailable(f"the peer's endpoint of transport nixl is not valid: {always}")
+        if not always.ranges.hold(places_of(endpoint)):
+            raise TransportUnavailable(
+                "the peer's endpoint of transport nixl is not valid: its proof is not in what it tells of"
+            )
         self._always = always
         self._sources: dict[bytes, Source | None] = {}  # None: no good
         self._last: tuple[Extents | None, tuple[Source, ...]] = None, ()
@@ -128,7 +110,7 @@ class NixlChannel:
         try:
             told = msgspec.msgpack.decode(token[ID_NBYTES:], type=Token)
             self._number += 1
-            found = _source_of(name, told.agent, told.memory, told.rows, told.metadata, self._number)
+            found = source_of(name, told.agent, told.memory, told.rows, told.metadata, self._number)
         except msgspec.MsgspecError as exc:
             found = str(exc)
         right = isinstance(found, Source) and told.agent == self._endpoint.agent
@@ -370,18 +352,3 @@ class NixlChannel:
             return self._scratch.content(slot, PROOF_NBYTES) == endpoint.nonce
         except (NixlLost, NixlRefused):
             return False
-
-
-def _source_of(
-    name: bytes, agent: str, memory: str, rows: bytes, metadata: bytes, number: int
-) -> Source | str:
-    """A source as a peer has told of it; or what is wrong with it."""
-    if len(rows) % 16 or len(rows) > 16 * limits.NIXL_TENSORS or len(metadata) > limits.NIXL_METADATA_NBYTES:
-        return f"{len(rows)} bytes of ranges and {len(metadata)} of metadata"
-    if not knows(memory):
-        return f"memory {memory!r}"
-    if name_in(metadata) != agent:
-        return f"metadata of agent {name_in(metadata)!r} in the name of {agent!r}"
-    ranges = Ranges(np.frombuffer(rows, dtype="<u8").astype(np.uint64).reshape(-1, 2))
-    low, high = (int(ranges.pairs[:, 0].min()), int(ranges.pairs[:, 1].max())) if len(rows) else (0, 0)
-    return Source(name, memory, ranges, low, high, metadata, number)

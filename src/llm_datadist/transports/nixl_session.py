@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from llm_datadist._core import limits
 from llm_datadist._core.segments import U64
 from llm_datadist._waiting import Latch
-from llm_datadist.transports._nixl import Agent, Agents, NixlLost, NixlRefused
+from llm_datadist.transports._nixl import Agent, NixlLost, NixlRefused
 from llm_datadist.transports.nixl_ranges import Ranges, none
 from llm_datadist.transports.nixl_use import Use, used
 
@@ -66,7 +67,7 @@ class Session:
         scratch: Rows of ours for small reads, of memory "host".
     """
 
-    def __init__(self, agents: Agents, peer: str, first: Source, scratch: U64) -> None:
+    def __init__(self, agents: Callable[[str], Agent], peer: str, first: Source, scratch: U64) -> None:
         self._agents = agents
         self._made: list[Agent] = []
         self.peer = peer
@@ -89,7 +90,7 @@ class Session:
 
     def begin(self) -> None:
         """Makes the agent. Whatever is raised, the session is to be retired."""
-        self._made.extend(map(self._agents, (secrets.token_hex(12),), (False,)))  # noted as it is made
+        self._made.extend(map(self._agents, (secrets.token_hex(12),)))  # noted as it is made
         cells = int(self._cells.ctypes.data)
         own = np.array([[cells, cells + self._cells.nbytes]], dtype=np.uint64)
         self.prepare((self._first,), "host", np.concatenate((self._scratch, own)))

@@ -91,6 +91,7 @@ class PeerEndpoint:
         ask_for_connections: Asks the dialling side for this many more connections that we may read on.
         proof: What the peer has given its ``endpoint()``, ``PROOF_NBYTES`` of it, if it is the other end of this
             very connection. Where it cannot be found, the peer is not reached.
+        within_host: Whether its connection comes from this host, as the system vouches.
     """
 
     cluster_id: int
@@ -99,6 +100,7 @@ class PeerEndpoint:
     address: tuple[str, int] | None
     ask_for_connections: Callable[[int], None]
     proof: bytes = b""
+    within_host: bool = False
 
 
 class Completion(Protocol):

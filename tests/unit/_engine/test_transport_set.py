@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -26,6 +27,7 @@ from llm_datadist._engine import transport_set
 from llm_datadist.transports import _nixl, nixl
 from llm_datadist.transports.local import LocalTransport
 from llm_datadist.transports.nixl import NixlTransport
+from llm_datadist.transports.nixl_told import ID_NBYTES, Endpoint, Token
 from llm_datadist.transports.seam import TransportUnavailable
 from llm_datadist.transports.shm import ShmTransport
 from tests.support import actors, leaks
@@ -90,17 +92,26 @@ def test_what_there_is_and_what_is_offered(
         made.finalize()
 
 
-def test_words_and_pools_need_no_token(world: World) -> None:
+@pytest.mark.rule("S.42")
+def test_before_a_link_peers_are_told_of_words_and_of_nothing_else(world: World) -> None:
+    """Pools are registered whole, and told of with the first cache in them."""
     made = engine("nixl", **POOL)
     try:
         (agent,) = world.living.values()
         state: Any = parts(made)._state
         ranges = {row[:2] for _, row in agent.here}
         address, nbytes = state.slab.bounds
-        assert (address, address + nbytes) in ranges
-        for start, size in state.pools.bounds.values():
-            assert (start, start + size) in ranges
+        told = msgspec.msgpack.decode(parts(made).show(PROOF)["nixl"], type=Endpoint)
+        parts(made).hide(PROOF)
+        offered = set(map(tuple, np.frombuffer(told.rows, dtype="<u8").reshape(-1, 2).tolist()))
+        assert len(offered) == 2 and (address, address + nbytes) in offered, "and the proofs"
         assert len(state.pools.bounds) == 2
+        for start, size in state.pools.bounds.values():
+            assert (start, start + size) in ranges - offered
+        cache = made.cache_manager.allocate_blocks_cache(CacheDesc(2, [4, 64], DataType.DT_UINT8))
+        token = state.regions.token(cache.cache_id, ("nixl",))
+        rows = np.frombuffer(msgspec.msgpack.decode(token[ID_NBYTES:], type=Token).rows, dtype="<u8")
+        assert set(map(tuple, rows.reshape(-1, 2).tolist())) <= ranges - offered
     finally:
         made.finalize()
 

@@ -53,6 +53,24 @@ def test_g16_two_sockets_see_one_connection(family: socket.AddressFamily) -> Non
     assert ours == theirs.mirrored() != theirs
 
 
+@pytest.mark.parametrize(
+    ("mine", "peers", "within"),
+    [
+        ("10.0.0.1", "10.0.0.1", True),
+        ("127.0.0.1", "127.0.0.5", True),
+        ("::1", "::1", True),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("10.0.0.12", "10.0.0.1", False),
+        ("10.0.0.1", "127.0.0.1", False),
+        ("fd00::1", "fd00::2", False),
+    ],
+)
+def test_g16_a_connection_within_this_host(mine: str, peers: str, within: bool) -> None:
+    ends = Ends(end_of((mine, 4000, 0, 0)), end_of((peers, 5000, 0, 0)))
+    assert ends.is_within_host is ends.mirrored().is_within_host is within
+
+
 def test_g16_neither_side_alone_chooses_the_secret_of_a_link() -> None:
     assert secret_of(b"s" * 16, b"a" * 16, b"b" * 16) != secret_of(b"s" * 16, b"x" * 16, b"b" * 16)
     assert secret_of(b"s" * 16, b"a" * 16, b"b" * 16) != secret_of(b"s" * 16, b"b" * 16, b"a" * 16)

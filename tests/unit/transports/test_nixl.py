@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib.util
 import itertools
 import mmap
@@ -21,14 +22,14 @@ from llm_datadist._core.segments import Segments
 from llm_datadist.testing.board import extents
 from llm_datadist.transports import _nixl
 from llm_datadist.transports.nixl import NixlTransport
-from llm_datadist.transports.nixl_channel import ID_NBYTES, Token
+from llm_datadist.transports.nixl_told import ID_NBYTES, Endpoint, Token
 from llm_datadist.transports.seam import (
     FaultKind,
     Progress,
     RegistrationRefused,
     TransportUnavailable,
 )
-from tests.support.fake_nixl import buffer
+from tests.support.fake_nixl import buffer, written
 from tests.support.local_pair import PROOF
 from tests.support.memory import PAGE, Mapping
 from tests.support.nixl_rig import SIZE, Rig, endpoint, kind_of, region
@@ -220,9 +221,12 @@ def _changed(**changes: Any) -> Callable[[bytes], bytes]:
         lambda token: token[:ID_NBYTES] + b"\xff" * 100,
         _changed(agent="another"),
         _changed(metadata=b""),
-        _changed(metadata=_nixl._MAGIC + (1 << 60).to_bytes(8, "little") + b"x"),
-        _changed(metadata=_nixl._MAGIC + (3).to_bytes(8, "little") + b"abc"),
+        _changed(metadata=b"nixlSerDes|Agent" + (1 << 60).to_bytes(8, "little") + b"x"),
+        _changed(metadata=b"nixlSerDes|Agent" + (3).to_bytes(8, "little") + b"abc|"),
         _changed(memory="npu"),
+        _changed(memory="cuda:one"),
+        _changed(memory="cuda:" + "9" * 5000),
+        _changed(memory="cuda:1"),
         _changed(rows=b"123"),
     ],
 )
@@ -237,14 +241,65 @@ def test_a_token_that_is_no_good_is_left_out(rig: Rig, lie: Callable[[bytes], by
     rig.check()
 
 
-def test_ranges_that_the_metadata_do_not_have_are_an_error_of_that_read(rig: Rig) -> None:
+@pytest.mark.rule("S.40")
+def test_g16_ranges_that_the_metadata_do_not_have_are_left_out(rig: Rig) -> None:
+    """NIXL and we believe the same of it."""
     token = rig.owner.register(region(rig.source, nbytes=SIZE))
     rows = np.array([[rig.source, rig.source + 3 * SIZE]], dtype="<u8").tobytes()
     rig.channel.admit(_changed(rows=rows)(token))
-    assert kind_of(rig.read(0, 3 * SIZE)) in (FaultKind.SOURCE, FaultKind.CHANNEL)
+    assert not rig.channel.covers(rig.plan().source)
+    assert kind_of(rig.read(0, 3 * SIZE)) is FaultKind.SOURCE
     assert not rig.here.any()
     rig.channel.admit(rig.owner.register(region(rig.source, nbytes=2 * SIZE)))
     rig.check()
+
+
+@pytest.mark.rule("S.43")
+def test_g16_a_connection_comes_with_the_endpoint_alone(rig: Rig) -> None:
+    """What has another in it, of whatever agent in the name of the peer, NIXL never sees."""
+    row = [rig.source, rig.source + SIZE]
+    name = rig.owner._serving.name
+    rows, metadata = np.array([row], dtype="<u8").tobytes(), written(name, "host", [row], [1], True)
+    token = Token(agent=name, memory="host", rows=rows, metadata=metadata)
+    rig.channel.admit(bytes(ID_NBYTES) + msgspec.msgpack.encode(token))
+    assert kind_of(rig.read()) is FaultKind.SOURCE
+    assert [agent.loads for agent in rig.world.readers()] == [1]
+
+
+@pytest.mark.rule("S.41")
+@pytest.mark.parametrize("within_host", [True, False])
+def test_g16_what_processes_of_a_host_share_is_for_peers_of_this_host(rig: Rig, within_host: bool) -> None:
+    """Which process UCX reads there, the address that the peer has given says."""
+    told = dataclasses.replace(endpoint(rig.owner.endpoint(PROOF)), within_host=within_host)
+    before = len(rig.world.made)
+    rig.reader.open(told, deadline=time.monotonic() + 10).close()
+    (made,) = rig.world.made[before:]
+    assert made.within_host is within_host
+    assert rig.owner._serving.within_host  # type: ignore[attr-defined]
+
+
+@pytest.mark.rule("S.41")
+def test_g16_ucx_shares_nothing_with_peers_of_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user has said what it may use."""
+    for name in (_nixl._CONNECT, _nixl._MEANS):
+        monkeypatch.delenv(name, raising=False)
+    assert _nixl._config(True) == {"engine_config": "TCP_CONN_NB=y"}
+    assert _nixl._config(False) == {"engine_config": "TCP_CONN_NB=y,TLS=^sm"}
+    monkeypatch.setenv(_nixl._MEANS, "rc")
+    assert _nixl._config(False) == _nixl._config(True) == {"engine_config": "TCP_CONN_NB=y"}
+    monkeypatch.setenv(_nixl._CONNECT, "n")
+    assert _nixl._config(False) == {}
+
+
+def test_memory_that_was_offered_is_all_that_a_peer_hears_of_before_it_has_a_link(rig: Rig) -> None:
+    told = msgspec.msgpack.decode(rig.owner.endpoint(PROOF), type=Endpoint)
+    rig.owner.register(region(rig.source, nbytes=SIZE))
+    later = msgspec.msgpack.decode(rig.owner.endpoint(PROOF), type=Endpoint)
+    assert (later.rows, later.metadata) == (told.rows, told.metadata)
+    ((start, end),) = np.frombuffer(told.rows, dtype="<u8").reshape(-1, 2).tolist()
+    assert (
+        start <= told.proof_address < told.nonce_address + 2 * SIZE and end - start == rig.owner._page.nbytes
+    )
 
 
 @pytest.mark.parametrize("blob", [b"", b"garbage", msgspec.msgpack.encode({"agent": "x"})])
@@ -303,7 +358,7 @@ def test_an_agent_that_cannot_be_made_is_a_reason() -> None:
     agent = type("nixlAgent", (), {"__init__": _nothing, "createBackend": _no_ucx, "getNotifs": _nothing})
     bindings = SimpleNamespace(nixlAgentConfig=SimpleNamespace, nixlAgent=agent, NIXL_THREAD_SYNC_RW=0)
     with pytest.raises(TransportUnavailable, match="no agent with UCX for us: no UCX"):
-        _nixl._Agent(bindings, "a", True)
+        _nixl._Agent(bindings, "a", True, True)
 
 
 def test_an_agent_makes_progress_before_it_is_destroyed() -> None:
@@ -329,7 +384,7 @@ def test_an_agent_makes_progress_before_it_is_destroyed() -> None:
             calls.append("destroy")
 
     bindings = SimpleNamespace(nixlAgentConfig=SimpleNamespace, nixlAgent=Agent, NIXL_THREAD_SYNC_RW=0)
-    agent = _nixl._Agent(bindings, "a", False)
+    agent = _nixl._Agent(bindings, "a", False, True)
     agent.close([1, 2])
     agent.close([])
     assert calls == ["release 1", "release 2", "progress", "destroy"]

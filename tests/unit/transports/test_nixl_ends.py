@@ -184,9 +184,9 @@ def test_g11_what_an_agent_takes_to_be_made_is_not_the_peers_time(
     monkeypatch.setattr(nixl_read, "time", clock)
     plain = rig.world.agents
 
-    def agents(name: str, serving: bool) -> FakeAgent:
+    def agents(name: str, serving: bool, within_host: bool) -> FakeAgent:
         jumped[0] += 3600
-        return plain(name, serving)
+        return plain(name, serving, within_host)
 
     monkeypatch.setattr(rig.reader, "_agents", agents)
     rig.open().close()

@@ -184,13 +184,13 @@ def test_g12_an_agent_whose_making_or_end_is_interrupted_is_destroyed_once() -> 
     for number in itertools.count(1):
         made: list[_nixl._Agent] = []
         steps = Steps(number, files="_nixl.py")
-        if not steps.run(lambda: made.extend(map(make, ("a",), (False,)))):  # noqa: B023
+        if not steps.run(lambda: made.extend(map(make, ("a",), (False,), (True,)))):  # noqa: B023
             made[0].close([])
             break
         assert not made and not _Bound.living, steps.where
     assert number > 5
     for number in itertools.count(1):
-        agent, transfers = make("a", False), [1, 2, 3]
+        agent, transfers = make("a", False, True), [1, 2, 3]
         released = agent._agent.released
         steps = Steps(number, files="_nixl.py")
         struck = steps.run(lambda: agent.close(transfers))  # noqa: B023

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from llm_datadist.transports import _nixl, nixl, nixl_channel
+from llm_datadist.transports import _nixl, nixl, nixl_told
 from llm_datadist.transports._nixl import NixlRefused
 from llm_datadist.transports.nixl import NixlTransport, check_worth_it
 from llm_datadist.transports.seam import NOT_THIS_CONNECTION, TransportUnavailable
@@ -34,7 +34,7 @@ def _open(blob: bytes) -> None:
 
 
 def _endpoint(rig: Rig, **changes: object) -> bytes:
-    told = msgspec.msgpack.decode(rig.owner.endpoint(PROOF), type=nixl_channel.Endpoint)
+    told = msgspec.msgpack.decode(rig.owner.endpoint(PROOF), type=nixl_told.Endpoint)
     return msgspec.msgpack.encode(msgspec.structs.replace(told, **changes))
 
 
@@ -68,6 +68,23 @@ def no_registration(patch: pytest.MonkeyPatch, tmp: Path) -> None:
         NixlTransport(lambda n: bytes(n), agents=world.agents)
     finally:
         assert not world.living, "its agent stays"
+
+
+def another_version(patch: pytest.MonkeyPatch, tmp: Path) -> None:
+    patch.setattr(FakeAgent, "metadata", lambda *args: b"nixlSerDes2|")
+    world = World()
+    try:
+        NixlTransport(lambda n: bytes(n), agents=world.agents)
+    finally:
+        assert not world.living, "its agent stays"
+
+
+def nowhere(patch: pytest.MonkeyPatch, tmp: Path) -> None:
+    _open_changed(nonce_address=8)
+
+
+def negative(patch: pytest.MonkeyPatch, tmp: Path) -> None:
+    _open_changed(nonce_address=-1)
 
 
 def garbage(patch: pytest.MonkeyPatch, tmp: Path) -> None:
@@ -154,7 +171,9 @@ FIRST_READ = "a first read with NIXL failed: {}"
 FORCED: dict[str, tuple[Force, ...]] = {
     NO_DEVICE: (no_devices, no_device),
     "NIXL registers no memory here: {}": (no_registration,),
-    NOT_VALID: (garbage, half_a_row),
+    "this NIXL is of a version that is not known here: {}": (another_version,),
+    NOT_VALID: (garbage, half_a_row, negative),
+    "the peer's endpoint of transport nixl is not valid: its proof is not in what it tells of": (nowhere,),
     "transport nixl of this process is closed": (closed,),
     FIRST_READ: (unreachable,),
     "NIXL reaches another process than the one of the handshake": (another_process,),
@@ -203,9 +222,9 @@ def test_an_agent_that_cannot_be_made_for_a_read_is_a_refusal(monkeypatch: pytes
     """A reason for not linking; of a link that is up, the end of one read."""
     rig = Rig()
     rig.tell(rig.source, nbytes=4096)
-    made = rig.world.agents
+    made = rig.channel._agents
 
-    def fail(name: str, serving: bool) -> FakeAgent:
+    def fail(name: str) -> FakeAgent:
         raise TransportUnavailable("NIXL has no agent with UCX for us: out of descriptors")
 
     monkeypatch.setattr(rig.channel, "_agents", fail)
