@@ -11,6 +11,7 @@ import pytest
 
 from llm_datadist._core import limits
 from llm_datadist._link.connection import Connection
+from llm_datadist._link.hosts import Pace
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._wire.framing import Frame
 from llm_datadist._wire.messages import Done, Finish, Ping, Pong, Unlink
@@ -23,6 +24,7 @@ from tests.support.world import wait_until
 
 OK = LLMStatusCode.LLM_SUCCESS
 MIB = 1 << 20
+HOSTILE = "127.0.0.2"
 
 
 def connection(engine: Engine) -> Connection:
@@ -134,6 +136,52 @@ def test_g18_a_flood_has_its_share_and_others_their_turns() -> None:
             answered.append(asked.within(0.01))
         assert sum(answered) > len(answered) // 2
         assert flooded(conns) == 1, "and the flood was served all the while"
+
+
+@pytest.mark.rule("S.25", "S.28")
+def test_g18_many_links_of_one_address_leave_another_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty that flood have, together, a turn in each round of the loop, and the share of one link."""
+    monkeypatch.setattr(limits, "ADDRESS_BURST_S", 0.05)
+    monkeypatch.setattr(
+        limits, "WANTED_S", 60.0
+    )  # whatever the machine does between two questions of the other
+    rounds: dict[float, list[float]] = {}
+    took = Pace.took
+
+    def note(pace: Pace, seconds: float, **how: bool) -> float:
+        if pace._address.startswith(HOSTILE):
+            rounds.setdefault(pace._hosts.loop.polled_at, []).append(seconds)
+        return took(pace, seconds, **how)
+
+    with Engine(1) as engine, contextlib.ExitStack() as stack:
+        flood = [stack.enter_context(RawPeer(engine.address, at=HOSTILE)) for _ in range(20)]
+        peer = stack.enter_context(RawPeer(engine.address))
+        for number, one in enumerate((*flood, peer)):
+            one.link(1, 100 + number)
+        for one in flood:
+            one.sock.setblocking(False)
+        ask(peer)
+        monkeypatch.setattr(Pace, "took", note)
+        watch, pings = Stopwatch(), frame(Ping(id=7)) * 4000
+        while watch.elapsed < 1.0 or (watch.within(20) and len(rounds) < 50):
+            for one in flood:
+                with contextlib.suppress(BlockingIOError):
+                    one.sock.send(pings)
+                with contextlib.suppress(BlockingIOError):
+                    one.sock.recv(MIB)
+            ask(peer)
+        began, *_, ended = sorted(rounds)
+        monkeypatch.undo()
+    for turns in rounds.values():
+        assert sum(turns[:-1]) < limits.TURN_S, "others were looked for in between"
+    every = sorted(seconds for turns in rounds.values() for seconds in turns)
+    assert sum(every) <= 0.05 + limits.SHARE * (ended - began) + sum(every[-2 * len(flood) :])
+
+
+def ask(peer: RawPeer) -> None:
+    peer.say(Ping(id=1))
+    while not isinstance(peer.hear(), Pong):
+        pass
 
 
 def test_g17_a_long_text_is_cut_by_its_sender() -> None:

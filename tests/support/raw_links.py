@@ -12,10 +12,17 @@ from llm_datadist._wire.messages import PROTOCOL_VERSION, Confirm, Hello, Identi
 
 
 class RawPeer:
-    """A peer made of a bare socket."""
+    """A peer made of a bare socket; ``at``: its own address, if that matters."""
 
-    def __init__(self, address: Address | None = None, *, sock: socket.socket | None = None) -> None:
-        self.sock = sock or socket.create_connection((address.host, address.port))  # type: ignore[union-attr]
+    def __init__(
+        self, address: Address | None = None, *, sock: socket.socket | None = None, at: str = ""
+    ) -> None:
+        if sock is None:
+            assert address is not None
+            sock = socket.create_connection(
+                (address.host, address.port), source_address=(at, 0) if at else None
+            )
+        self.sock = sock
         self.sock.settimeout(5)
         self._decoder = Decoder(64 << 20)
         self._frames: list[Message] = []

@@ -117,9 +117,23 @@ FREE_S = _limit(
     "of a thread that serves all, in turns that were used up; then it rests as long as it works",
 )
 BURST_S = _limit("BURST_S", "link", 1.0, "of that thread; then the link has its share of it")
-TURN_S = _limit("TURN_S", "turn", 0.002, "spent on one link, then the next one has its turn")
+TURN_S = _limit(
+    "TURN_S", "turn", 0.002, "spent on one link, or the links of one address; then the next one has its turn"
+)
 SHARE = _limit(
-    "SHARE", "link", 0.25, "of that thread, for a link that has used up its burst; the rest it waits"
+    "SHARE",
+    "link",
+    0.25,
+    "of that thread, for a link or an address that has used up its burst; else it waits",
+)
+ADDRESS_BURST_S = _limit(
+    "ADDRESS_BURST_S",
+    "address",
+    0.5,
+    "of the control thread, in turns that were used up while others wanted it; then it has the share of a link",
+)
+WANTED_S = _limit(
+    "WANTED_S", "engine", 1.0, "after a peer has asked, in which the links of other addresses have that share"
 )
 NEWCOMERS_BURST_S = _limit(
     "NEWCOMERS_BURST_S",

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from llm_datadist._core import limits
-from llm_datadist._core.share import Share
 from llm_datadist._link.inbox import Inbox
 from llm_datadist._link.link import Link
 from llm_datadist._link.loop import ControlLoop, TimerHandle
@@ -92,7 +91,7 @@ class Connection:
         self.inbox = Inbox(
             session, self.outbox, lambda number: self.link is None or self.link.expects(number)
         )
-        self._share = Share(limits.BURST_S, limits.SHARE, time.monotonic())
+        self._pace = owner.hosts.join(ends.peers)
         self._rests = False  # until its share of the control thread allows for more
         self._interest = 0
         self._closed = self._failing = self._wants_write = self._corked = self._dirty = False
@@ -160,7 +159,7 @@ class Connection:
 
     def charge(self, seconds: float) -> None:
         """See ``link.Carrier``."""
-        self._share.spend(seconds)
+        self._pace.spend(seconds)
 
     def call_soon(self, fn: Callable[[], None]) -> None:
         """See ``link.Carrier``."""
@@ -232,9 +231,12 @@ class Connection:
         """One turn: first what came before and had to wait, then what is in the socket."""
         if self._closed or self._rests or self.inbox.is_full:
             return
-        began = time.monotonic()
-        if (self._read_turn(began + limits.TURN_S) or self.inbox.more) and not self._closed:
-            self._rest(time.monotonic() - began)
+        self._rests = not self._pace.admits(self._go_on)
+        if not self._rests:
+            began, heard = time.monotonic(), self.session.heard
+            used_up = self._read_turn(began + limits.TURN_S) or self.inbox.more
+            asked = self.session.heard != heard
+            self._rest(self._pace.took(time.monotonic() - began, asked=asked, used_up=used_up))
         self._watch()
 
     def _read_turn(self, until: float) -> bool:
@@ -274,16 +276,11 @@ class Connection:
             return None
         return data
 
-    def _rest(self, spent_s: float) -> None:
+    def _rest(self, rest_s: float) -> None:
         """The next turn: when others had theirs, or when its share allows for it."""
-        self._share.spend(spent_s)
-        now = time.monotonic()
-        rest_s = self._share.rest_s(now)
-        if self._share.used_s > limits.FREE_S:
-            rest_s = max(rest_s, spent_s)
-        if rest_s > 0:
+        if rest_s > 0 and not self._closed:
             self._rests = True
-            self._loop.call_at(now + rest_s, self._go_on)
+            self._loop.call_at(time.monotonic() + rest_s, self._go_on)
         elif self.inbox.more:
             self._loop.call_soon(self._go_on)
 
@@ -390,6 +387,7 @@ class Connection:
             self.outbox.clear()
             self.inbox.clear()
             self._loop.unregister(self._sock)
+        self._pace.leave()
         if self._timer is not None:
             self._timer.cancel()
 

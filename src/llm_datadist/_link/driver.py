@@ -23,6 +23,7 @@ from llm_datadist._link import table as t
 from llm_datadist._link.connection import Connection, ends_of
 from llm_datadist._link.dials import Dial, Dials
 from llm_datadist._link.handshakes import Handshakes
+from llm_datadist._link.hosts import Hosts
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._link.loop import ControlLoop
 from llm_datadist._link.peer_log import PeerLog
@@ -58,6 +59,7 @@ class LinkDriver:
         self.log = PeerLog(loop.call_at)
         self._table = t.LinkTable(mine, retry_count)
         self._conns: dict[int, Connection] = {}
+        self.hosts = Hosts(loop)
         self._newcomers = Share(limits.NEWCOMERS_BURST_S, limits.NEWCOMERS_SHARE, time.monotonic())
         self._fresh: dict[int, None] = {}  # of these, accepted and without a link yet
         self._handshakes = Handshakes(handler, random_token, loop, self.log)
@@ -97,14 +99,10 @@ class LinkDriver:
     def _open_dialled(
         self, sock: socket.socket, address: Address, ends: Ends, ticket: int, dial: Dial
     ) -> Connection:
-        hello = m.Hello(
-            version=m.PROTOCOL_VERSION,
-            target_id=dial.target.cluster_id,
-            identity=self.mine,
-            challenge=self._handshakes.new_challenge(),
-        )
+        challenge, to = self._handshakes.new_challenge(), dial.target.cluster_id
+        hello = m.Hello(version=m.PROTOCOL_VERSION, target_id=to, identity=self.mine, challenge=challenge)
         session = s.Session(self.mine, time.monotonic(), hello=hello, handshake_ends_at=dial.deadline)
-        return self._open(sock, ends, session, str(address), address, ticket, hello.challenge)
+        return self._open(sock, ends, session, str(address), address, ticket, challenge)
 
     def _open(
         self,

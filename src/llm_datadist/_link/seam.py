@@ -14,6 +14,7 @@ from llm_datadist._wire.messages import DataHello, Identity
 
 if TYPE_CHECKING:
     from llm_datadist._link.connection import Connection
+    from llm_datadist._link.hosts import Hosts
     from llm_datadist._link.link import Link
     from llm_datadist._link.outbox import Outbox
     from llm_datadist._wire.framing import Frame
@@ -106,7 +107,13 @@ class SocketCalls(Protocol):
 
 
 class ConnectionOwner(Protocol):
-    """What a connection reports to. Called on the control thread."""
+    """What a connection reports to. Called on the control thread.
+
+    Attributes:
+        hosts: Who has how much of that thread's time.
+    """
+
+    hosts: Hosts
 
     def on_event(self, conn: Connection, event: Event) -> None:
         """Any event of the session but Closed."""

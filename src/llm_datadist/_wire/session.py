@@ -165,7 +165,7 @@ class Session:
         self.last_alive = now
         self.bytes_in = 0
         self.peer_left = False
-        self.frames_in = 0
+        self.frames_in = self._signs_in = 0
         self.more = False
         self.state = State.AWAIT_FIRST
         if hello is not None:
@@ -197,6 +197,11 @@ class Session:
             self.state = State.CLOSED
             events.append(Closed(str(error), error=True))
         return events
+
+    @property
+    def heard(self) -> int:
+        """How many frames it was that asked for something, or answered; heartbeats do neither."""
+        return self.frames_in - self._signs_in
 
     @property
     def waiting_nbytes(self) -> int:
@@ -343,7 +348,7 @@ class Session:
         return RefusedIn(refused)
 
     def _on_heartbeat(self, heartbeat: m.Heartbeat, frame: Frame) -> None:
-        return None  # the bytes themselves were the sign of life
+        self._signs_in += 1  # the bytes themselves were the sign of life
 
     def _on_ping(self, ping: m.Ping, frame: Frame) -> Event:
         return PingIn(ping.id)

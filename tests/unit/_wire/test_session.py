@@ -230,6 +230,13 @@ def test_a_ping_is_answered_and_answers_are_told_apart() -> None:
     assert said(session) == [m.Pong(id=4)]
 
 
+def test_g18_signs_of_life_ask_for_nothing() -> None:
+    session = up_dialler()
+    before = session.heard
+    session.receive(wire(m.Heartbeat(), m.Ping(id=1), m.Heartbeat()), 2.0)
+    assert session.heard == before + 1 and session.frames_in >= 3
+
+
 def test_bye_ends_it_with_the_peers_words() -> None:
     (event,) = up_dialler().receive(wire(m.Bye(text="enough")), 0.0)
     assert event == s.Closed("the peer dropped the link: enough")
