@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,10 @@ import pytest
 from llm_datadist import BlocksCacheKey, LLMStatusCode
 from llm_datadist._core import limits
 from llm_datadist._core.budget import Budget
+from llm_datadist._engine import push_threads
+from llm_datadist._engine.asked import Asked
 from llm_datadist._engine.flights import Flight
+from llm_datadist._engine.receiver import Receiver
 from llm_datadist._engine.state import State, peer_of
 from llm_datadist._wire import messages as m
 from llm_datadist.status import ParamInvalidError
@@ -37,6 +41,7 @@ class Scene:
         self.cache, self.memory = engines.blocks(self.me, 7, model_id=0)
         assert self.me._engine is not None
         self.state: State = self.me._engine._state
+        self.asked: Asked = self.state.links._driver._handler._asked  # type: ignore[attr-defined]
         address = self.state.links.listen_address
         assert address is not None
         self.link = RawLink((address.host, address.port), 1, accessible=False, reads=False)
@@ -112,7 +117,7 @@ def test_g17_questions_that_wait_are_counted(scene: Scene, monkeypatch: pytest.M
     scene.state.flights.end(flight)
     answer = scene.link.hear()
     assert (answer.id, answer.code) == (60, SUCCESS)
-    assert wait_until(lambda: link.context.asked == 0)
+    assert wait_until(lambda: scene.asked.count == 0)
 
 
 def test_g17_a_cache_that_our_copy_has_no_room_for_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +177,74 @@ def test_g17_an_offer_that_was_ended_counts_until_its_work_has_let_go_of_it(
     assert wait_until(lambda: peer_of(link).parts == 0)
 
 
+@pytest.mark.rule("S.29")
+@pytest.mark.parametrize("at", ["127.0.0.1", "127.0.0.2"], ids=["beside it", "elsewhere"])
+def test_g18_threads_that_peers_keep_busy_are_bounded_for_all_links(
+    at: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Twenty links with pushes that never end and questions that wait for them; another link's push has its turn."""
+    monkeypatch.setattr(limits, "PUSH_THREADS", 16)
+    monkeypatch.setattr(limits, "PUSH_TURN_S", 0.0)
+    monkeypatch.setattr(push_threads, "_LOOK_S", 0.02)
+    scene: Scene = request.getfixturevalue("scene")
+    hostile = [
+        RawLink(scene.link.address, 1, accessible=False, cluster_id=100 + number, at=at)
+        for number in range(20)
+    ]
+    running = scene.state.push_threads._running
+    for link in hostile:
+        link.send(frame(m.Publish(entry=ENTRY), b""))
+        link.send(b"".join(endless(scene, number) for number in range(limits.JOBS)))
+        link.send(b"".join(frame(m.Settle(id=900 + n, time_left_ms=60_000)) for n in range(limits.JOBS)))
+    assert wait_until(lambda: scene.state.push_threads.crowded and scene.asked.count > 0)
+    names = [thread.name for thread in threading.enumerate()]
+    assert len(running) <= 8, "one address leaves half to others"
+    assert names.count("llm-datadist-worker") <= 16 + 1, "and all questions have one thread"
+    answer = scene.ask(offer(1), part(1), lists=LISTS)
+    assert answer.code == LLMStatusCode.LLM_PARAM_INVALID, "a bad one, which was looked at"
+    for link in hostile:
+        link.close()
+    assert wait_until(lambda: not running and not scene.state.push_threads._waiting and not scene.asked.count)
+
+
+def test_g18_a_push_of_many_parts_gives_way_between_two(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(limits, "PUSH_THREADS", 1)
+    scene: Scene = request.getfixturevalue("scene")
+    reading, go_on = threading.Event(), threading.Event()
+    read: list[tuple[int, int]] = []
+
+    def alone(receiver: Receiver, of: Any, message: m.PartReady, started: float) -> None:
+        read.append((of.link.cluster_id, message.part))
+        reading.set()
+        assert go_on.wait(20)
+
+    monkeypatch.setattr(Receiver, "_alone", alone)
+    parts = (msgspec.structs.replace(part(1), part=number) for number in (0, 2, 4))
+    scene.link.send(b"".join((frame(offer(1), *LISTS), *map(frame, parts))))
+    assert reading.wait(20)
+    other = RawLink(scene.link.address, 1, accessible=False, cluster_id=91)
+    other.send(b"".join((frame(m.Publish(entry=ENTRY), b""), frame(offer(1), *LISTS), frame(part(1)))))
+    assert wait_until(lambda: scene.state.push_threads.crowded)
+    go_on.set()
+    assert wait_until(lambda: len(read) == 4)
+    assert read == [(90, 0), (91, 0), (90, 2), (90, 4)]
+    other.close()
+
+
+def test_g18_a_push_that_gives_way_says_so(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.link.send(endless(scene, 1))
+    link = next(iter(scene.state.by_token.values()))
+    assert wait_until(lambda: len(scene.state.flights.where(lambda f: f.uses(link))) == 1)
+    (job,) = scene.state.push_threads._running
+    job.cut()
+    while isinstance(answer := scene.link.hear(), m.NeedConnections | m.Heartbeat):
+        pass
+    assert (answer.id, answer.code) == (1, FULL) and "push it again" in answer.text
+    assert wait_until(lambda: not scene.state.push_threads._running)
+
+
 def test_g17_what_all_peers_have_published_is_counted(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wait_until(lambda: scene.state.sources_nbytes > 0)
     held = scene.state.sources_nbytes
@@ -215,7 +288,7 @@ def test_g18_peers_that_wait_look_seldom_however_much_changes(
     monkeypatch.setattr(scene.state.flights, "where", lambda chosen: looks.append(1) or where(chosen))
     for number in range(limits.JOBS):
         scene.link.send(frame(m.Settle(id=number, time_left_ms=60_000)))
-    assert wait_until(lambda: scene.state.asks == limits.JOBS)
+    assert wait_until(lambda: scene.asked.count == limits.JOBS)
     looks.clear()
     began = time.monotonic()
     while time.monotonic() < began + 0.5:
@@ -224,7 +297,7 @@ def test_g18_peers_that_wait_look_seldom_however_much_changes(
         time.sleep(0.0005)
     assert len(looks) <= 100 * (time.monotonic() - began) + 2 * limits.JOBS
     scene.state.flights.end(flight)
-    assert wait_until(lambda: scene.state.asks == 0)
+    assert wait_until(lambda: scene.asked.count == 0)
 
 
 def test_g17_one_call_has_one_end_that_is_made_ready(scene: Scene) -> None:
@@ -252,5 +325,5 @@ def test_g17_messages_that_do_not_come_to_their_end_are_counted(
     other = RawLink(tuple(scene.link.address), 1, accessible=False, cluster_id=91)
     other.send(half)
     assert wait_until(lambda: other.ended)
-    assert list(scene.state.by_token.values()) == [first]
+    assert wait_until(lambda: list(scene.state.by_token.values()) == [first])
     other.close()

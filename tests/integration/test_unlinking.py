@@ -179,6 +179,12 @@ def test_an_unlink_that_ends_without_success_leaves_the_link_as_it_was(
     assert unlink(engine, cluster_id) == SUCCESS
 
 
+def _answer(question: Any, linking: Linking) -> None:
+    with linking._state.lock:
+        over = question.is_over(0.0)
+    question.answer(SUCCESS if over else LLMStatusCode.LLM_LINK_BUSY)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
@@ -192,12 +198,15 @@ def test_an_unlink_that_is_interrupted_leaves_no_half_of_a_link(
     answer: Any = Linking.unlink_asked
 
     def slow(linking: Linking, link: Any, message: Any) -> None:
-        if peer == "has let go":
-            linking._close_when_idle(link, 0.0)
-            link.context.unlinked = True
-        asked.set()
-        go_on.wait(10)
-        answer(linking, link, message)
+        def later() -> None:
+            if peer == "has let go":
+                linking._close_when_idle(link, 0.0)
+                link.context.unlinked = True
+            asked.set()
+            go_on.wait(10)
+            link.call_soon(lambda: _answer(answer(linking, link, message), linking))
+
+        threading.Thread(target=later, daemon=True).start()
 
     def press() -> None:
         assert asked.wait(10)

@@ -40,7 +40,7 @@ def frame(message: Any, *attachments: bytes) -> bytes:
 
 
 class RawLink:
-    """A link to an engine made of a bare socket.
+    """A link to an engine made of a bare socket; ``at``: its own address, if that matters.
 
     Attributes:
         token: Of the link.
@@ -48,10 +48,17 @@ class RawLink:
     """
 
     def __init__(
-        self, address: Any, target_id: int, *, accessible: bool, cluster_id: int = 90, reads: bool = True
+        self,
+        address: Any,
+        target_id: int,
+        *,
+        accessible: bool,
+        cluster_id: int = 90,
+        reads: bool = True,
+        at: str = "",
     ) -> None:
         self.address = tuple(address)
-        self.sock = socket.create_connection(self.address)
+        self.sock = socket.create_connection(self.address, source_address=(at, 0) if at else None)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock.settimeout(5)
         self.ended = False

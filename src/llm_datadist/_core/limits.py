@@ -194,7 +194,25 @@ SOURCES_ENGINE_NBYTES = _limit(
     "SOURCES_ENGINE_NBYTES", "engine", 1 << 30, "those of all peers; who adds to it is dropped"
 )
 PARTS = _limit("PARTS", "link", 1 << 16, "layers that may be read and wait for it")
-JOBS = _limit("JOBS", "link", 8, "threads that read its pushes, or wait to answer one kind of its questions")
+JOBS = _limit("JOBS", "link", 8, "threads that read its pushes; others wait in the order of their coming")
+PUSH_THREADS = _limit(
+    "PUSH_THREADS",
+    "engine",
+    256,
+    "threads that read pushes; an address has as many as are free, a link as many as its address may have more",
+)
+PUSH_TURN_S = _limit(
+    "PUSH_TURN_S",
+    "link",
+    10.0,
+    "of one read of a push, while another link can have no such thread; then it is cut off, of who has most",
+)
+STRIPES = _limit(
+    "STRIPES",
+    "engine",
+    256,
+    "further threads that wide reads over tcp have; a link leaves some to others; what has none is read without",
+)
 ASKED = _limit("ASKED", "link", 64, "Unlink and Settle that wait for the end of transfers")
 LOOKS = _limit("LOOKS", "engine", 500, "a second, of all that wait so, whether the transfers have ended")
 TABLE_NBYTES = _limit(

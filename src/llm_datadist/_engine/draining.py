@@ -13,14 +13,15 @@ import math
 import time
 from collections.abc import Callable
 
+from llm_datadist._engine.asked import Question
 from llm_datadist._engine.catalog import Catalog, flush
 from llm_datadist._engine.errands import Call
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.settling import settle
-from llm_datadist._engine.state import State, describe, tell
+from llm_datadist._engine.state import State, describe
 from llm_datadist._link.link import Link
-from llm_datadist._wire.messages import Done, Settle
-from llm_datadist.status import CacheNotExistError, LinkBusyError, LLMStatusCode
+from llm_datadist._wire.messages import Settle
+from llm_datadist.status import CacheNotExistError, LinkBusyError
 
 GRACE_S = 0.1  # after the time, for the work to say what is still in flight
 _LONGEST_WAIT_S = 3600.0  # of one look; what ends wakes us
@@ -50,34 +51,38 @@ class Draining:
 
     # ---- asked by a peer that drains --------------------------------------------------------------------
 
-    def is_settled(self, link: Link, message: Settle) -> bool:
-        """Answers at once, if nothing is under way: no work for a thread."""
-        with self._state.lock:
-            if self._state.flights.where(lambda flight: _is_meant(flight, link, message.cache_id)):
-                return False
-        tell(link, Done(id=message.id, code=LLMStatusCode.LLM_SUCCESS))
-        return True
+    def settle_asked(self, link: Link, message: Settle) -> Question:
+        """Is answered when the transfers under way on this link have ended."""
+        return _Settling(self._state, link, message)
 
-    def settle_asked(self, link: Link, message: Settle) -> None:
-        """Answers when the transfers under way on this link have ended. Not for the control thread."""
-        state, cache_id = self._state, message.cache_id
-        deadline = time.monotonic() + max(0, message.time_left_ms) / 1000
 
-        def is_meant(flight: Flight) -> bool:
-            return _is_meant(flight, link, cache_id)
+class _Settling(Question):
+    """A peer's question whether the transfers that were under way when it came have ended."""
 
-        if cache_id:
-            text = f"{describe(link)}: its owner withdrew cache {cache_id} while it was being read"
-            state.flights.cut(is_meant, CacheNotExistError(f"{text}; register it there (again), then retry"))
-        with state.lock:
-            begun = set(state.flights.where(is_meant))
-            while not (ended := not state.flights.where(begun.__contains__)):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                state.wait_asked(min(left, _LONGEST_WAIT_S))
-        code = LLMStatusCode.LLM_SUCCESS if ended else LLMStatusCode.LLM_LINK_BUSY
-        tell(link, Done(id=message.id, code=code, text="" if ended else "transfers are in flight"))
+    def __init__(self, state: State, link: Link, message: Settle) -> None:
+        super().__init__(link, message.id, message.time_left_ms)
+        self._state = state
+        self._cache_id = message.cache_id
+        self._begun: set[Flight] | None = None
+
+    def is_over(self, now: float) -> bool:
+        """See ``Question``."""
+        flights = self._state.flights
+        if self._begun is None:
+            self._begun = set(flights.where(self._is_meant))
+        return not flights.where(self._begun.__contains__)
+
+    def begin(self) -> None:
+        """Cuts off what reads a cache that was withdrawn."""
+        if self._cache_id:
+            text = f"{describe(self.link)}: its owner withdrew cache {self._cache_id} while it was being read"
+            error = CacheNotExistError(f"{text}; register it there (again), then retry")
+            self._state.flights.cut(self._is_meant, error)
+
+    def _is_meant(self, flight: Flight) -> bool:
+        return flight.uses(self.link) and (
+            flight.reads == self._cache_id if self._cache_id else not flight.serving
+        )
 
 
 def not_idle(timeout_ms: int, left: str = "transfers are in flight") -> LinkBusyError:
@@ -85,10 +90,6 @@ def not_idle(timeout_ms: int, left: str = "transfers are in flight") -> LinkBusy
     return LinkBusyError(
         f"not idle after {timeout_ms} ms: {left}; drain again to wait longer, or finalize to cut them off"
     )
-
-
-def _is_meant(flight: Flight, link: Link, cache_id: int) -> bool:
-    return flight.uses(link) and (flight.reads == cache_id if cache_id else not flight.serving)
 
 
 class _Work:

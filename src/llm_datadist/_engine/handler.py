@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from llm_datadist._core import limits
 from llm_datadist._engine import codec
+from llm_datadist._engine.asked import Asked
 from llm_datadist._engine.catalog import Catalog
 from llm_datadist._engine.draining import Draining
 from llm_datadist._engine.endings import Endings
@@ -18,7 +18,7 @@ from llm_datadist._engine.obligations import give_back
 from llm_datadist._engine.probing import Probing
 from llm_datadist._engine.receiver import Receiver
 from llm_datadist._engine.responder import Responder
-from llm_datadist._engine.state import Peer, State, describe, peer_of, tell
+from llm_datadist._engine.state import Peer, State, describe, peer_of
 from llm_datadist._engine.transport_set import TransportSet
 from llm_datadist._link.link import Link
 from llm_datadist._link.seam import Address, DataSocket, Prepared, Showing, Unusable
@@ -74,6 +74,7 @@ class Handler:
         self._linking = linking
         self._draining = draining
         self._endings = endings
+        self._asked = Asked(state)
 
     # ---- handshake ----------------------------------------------------------------------------------------
 
@@ -151,8 +152,7 @@ class Handler:
         error.__cause__ = link.down_cause
         state.flights.cut(lambda f: f.uses(link), error)
         peer.close()
-        peer.offers.clear()
-        state.offers.forget(link.token)
+        self._receiver.link_down(link)
         state.on_link_change(link.cluster_id)
 
     def on_data_socket(self, sock: DataSocket, hello: DataHello, leftover: bytes) -> None:
@@ -211,33 +211,11 @@ class Handler:
                 raise ProtocolError(f"{type(message).__name__} on an established link")
 
     def _when_idle(self, link: Link, message: Unlink | Settle) -> None:
-        """What waits for the end of transfers is for a worker."""
-        if isinstance(message, Unlink) and message.clusters_only:
-            self._linking.unlink_asked(link, message)  # does not wait, and a later Unlink must find it done
-        elif isinstance(message, Unlink):
-            self._later(("unlink", link), link, message, lambda: self._linking.unlink_asked(link, message))
-        elif not self._draining.is_settled(link, message):
-            # One that frees memory does not wait for the turn of a drain.
-            key = ("settle", link, message.cache_id > 0)
-            self._later(key, link, message, lambda: self._draining.settle_asked(link, message))
-
-    def _later(self, key: object, link: Link, message: Unlink | Settle, job: Callable[[], None]) -> None:
-        peer = peer_of(link)
-        if peer.count_asked(1) > limits.ASKED:
-            peer.count_asked(-1)
-            text = f"{limits.ASKED} questions of this link wait for the end of transfers; ask again later"
-            tell(link, Done(id=message.id, code=LLMStatusCode.LLM_LINK_BUSY, text=text))
-            return
-
-        def run() -> None:
-            try:
-                self._state.count_asks(1)
-                job()
-            finally:
-                self._state.count_asks(-1)
-                peer.count_asked(-1)
-
-        self._state.workers.submit(key, run)
+        """What waits for the end of transfers is answered by a thread for all of them, if it cannot be now."""
+        if isinstance(message, Settle):
+            self._asked.put(self._draining.settle_asked(link, message))
+        elif (question := self._linking.unlink_asked(link, message)) is not None:
+            self._asked.put(question)
 
     def _announced(self, link: Link, frame: Frame, message: Announce) -> None:
         if not self._state.accessible:

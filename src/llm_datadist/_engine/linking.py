@@ -10,12 +10,14 @@ it go.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
+from llm_datadist._engine.asked import Question
 from llm_datadist._engine.errands import Call
 from llm_datadist._engine.flights import LAST_BYTES_S
 from llm_datadist._engine.state import Peer, State, describe, peer_of, tell
@@ -199,7 +201,6 @@ class Linking:
         link: Link,
         deadline: float,
         gone: Callable[[], bool] = lambda: False,
-        wait: Callable[[float], None] | None = None,
     ) -> bool:
         """Lets nothing new begin here, and waits for what is in flight; False when it is busy until then.
 
@@ -210,26 +211,20 @@ class Linking:
         with state.lock:
             peer.closing += 1
             try:
-                idle = self._wait_idle(link, deadline, gone, wait or state.condition.wait)
+                idle = self._wait_idle(_InFlight(state, link), deadline, gone)
             finally:
                 peer.closing -= not idle
         return idle
 
-    def _wait_idle(
-        self, link: Link, deadline: float, gone: Callable[[], bool], wait: Callable[[float], None]
-    ) -> bool:
-        """Whether what is in flight now has ended by then. The caller holds the lock."""
-        flights, leases = self._state.flights, self._state.leases
-        begun, held = set(flights.where(lambda f: f.uses(link))), leases.of_holder(link.token)
+    def _wait_idle(self, in_flight: _InFlight, deadline: float, gone: Callable[[], bool]) -> bool:
+        """Whether it has ended by then. The caller holds the lock."""
         while not gone():
             now = time.monotonic()
-            leases.expire(now)
-            held = [lease for lease in held if leases.holds(lease)]
-            if not held and not flights.where(begun.__contains__):
+            if in_flight.has_ended(now):
                 return True
             if now >= deadline:
                 break
-            wait(min([deadline, *(lease.expires_at for lease in held)]) - now)
+            self._state.condition.wait(min(deadline, in_flight.expires_at) - now)
         return False
 
     def _reopen(self, link: Link) -> None:
@@ -237,22 +232,64 @@ class Linking:
         with self._state.lock:
             peer_of(link).closing -= 1
 
-    def unlink_asked(self, link: Link, message: Unlink) -> None:
-        """The peer wants to unlink: yes when we are idle, busy at its time-out. Not for the control thread."""
+    def unlink_asked(self, link: Link, message: Unlink) -> Question | None:
+        """The peer wants to unlink: yes when we are idle, busy at its time-out; None: it has its answer."""
         if message.clusters_only:
             peer_of(link).by_clusters = False
             tell(link, Done(id=message.id, code=LLMStatusCode.LLM_SUCCESS))
-            return
+            return None
         if message.if_unused and peer_of(link).by_clusters:
             text = "link_clusters was called there for this link; unlink_clusters ends it"
             tell(link, Done(id=message.id, code=LLMStatusCode.LLM_EXIST_LINK, text=text))
-            return
-        deadline = time.monotonic() + max(0, message.time_left_ms) / 1000
-        idle = self._close_when_idle(link, deadline, wait=self._state.wait_asked)
-        peer = peer_of(link)
-        peer.unlinked = idle
-        code = LLMStatusCode.LLM_SUCCESS if idle else LLMStatusCode.LLM_LINK_BUSY
-        tell(link, Done(id=message.id, code=code, text="" if idle else "transfers are in flight"))
+            return None
+        return _Unlinking(self._state, link, message, self._reopen)
+
+
+class _InFlight:
+    """What is in flight on a link at one moment. The caller holds the lock."""
+
+    def __init__(self, state: State, link: Link) -> None:
+        self._flights, self._leases = state.flights, state.leases
+        self._begun = set(state.flights.where(lambda f: f.uses(link)))
+        self._held = state.leases.of_holder(link.token)
+
+    def has_ended(self, now: float) -> bool:
+        """Whether all of it has."""
+        self._leases.expire(now)
+        self._held = [lease for lease in self._held if self._leases.holds(lease)]
+        return not self._held and not self._flights.where(self._begun.__contains__)
+
+    @property
+    def expires_at(self) -> float:
+        """When the first of its leases ends by itself."""
+        return min((lease.expires_at for lease in self._held), default=math.inf)
+
+
+class _Unlinking(Question):
+    """A peer's question whether the link may go. Until it is answered nothing new begins here."""
+
+    def __init__(self, state: State, link: Link, message: Unlink, reopen: Callable[[Link], None]) -> None:
+        super().__init__(link, message.id, message.time_left_ms)
+        self._state = state
+        self._reopen = reopen
+        self._in_flight: _InFlight | None = None
+
+    def is_over(self, now: float) -> bool:
+        """See ``Question``."""
+        if self._in_flight is None:
+            peer_of(self.link).closing += 1
+            self._in_flight = _InFlight(self._state, self.link)
+        if self._in_flight.has_ended(now):
+            peer_of(self.link).unlinked = True
+            return True
+        self.ends_at = min(self.deadline, self._in_flight.expires_at)
+        return False
+
+    def answer(self, code: LLMStatusCode, text: str = "") -> None:
+        """See ``Question``."""
+        if code != LLMStatusCode.LLM_SUCCESS:
+            self._reopen(self.link)
+        super().answer(code, text)
 
 
 def _in_parallel(cluster_ids: Sequence[int], one: Callable[[int], LLMStatusCode]) -> list[LLMStatusCode]:

@@ -11,10 +11,7 @@ import logging
 import time
 from collections import deque
 
-import numpy as np
-
 from llm_datadist._core import layer_plans, limits, planning
-from llm_datadist._core.layer_plans import LayerBlocks
 from llm_datadist._core.layout import CacheSlice
 from llm_datadist._core.registry import KeyName, Record
 from llm_datadist._core.requests import Layers
@@ -25,7 +22,7 @@ from llm_datadist._engine.endings import Endings
 from llm_datadist._engine.executor import MoveError, Stale, Wanted, move
 from llm_datadist._engine.failures import Context
 from llm_datadist._engine.flights import Flight
-from llm_datadist._engine.received import OfferPlan, ReceivedOffer
+from llm_datadist._engine.received import GaveWayError, OfferPlan, ReceivedOffer
 from llm_datadist._engine.responder import check_accessible, describe_name
 from llm_datadist._engine.state import State, describe, peer_of, tell
 from llm_datadist._link.link import Link, LinkLost
@@ -105,19 +102,21 @@ class Receiver:
             return
         if peer_of(link).count_part(1) > limits.PARTS:
             peer_of(link).count_part(-1)
-            _reply(
-                link,
-                message,
-                LLMStatusCode.LLM_OUT_OF_MEMORY,
-                f"{limits.PARTS} parts of this link wait there",
-            )
+            text = f"{limits.PARTS} parts of this link wait there"
+            _reply(link, message, LLMStatusCode.LLM_OUT_OF_MEMORY, text)
             return
         with offer.lock:
             offer.waiting.append((message, time.monotonic()))
             if offer.running:
                 return
             offer.running = True
-        self._state.workers.submit(link, lambda: self._work(offer))
+        self._state.push_threads.submit(link, lambda: self._work(offer), offer.give_way)
+
+    def link_down(self, link: Link) -> None:
+        """The link has gone: forgets its offers."""
+        self._state.push_threads.drop(link)
+        peer_of(link).offers.clear()
+        self._state.offers.forget(link.token)
 
     def end(self, link: Link, message: EndOffer) -> None:
         """Forgets an offer and stops what runs of it."""
@@ -142,11 +141,14 @@ class Receiver:
 
     def _work(self, offer: ReceivedOffer) -> None:
         while parts := self._next(offer):
+            message, received_at = parts[0]
             if len(parts) > 1:
                 self._together(offer, [message for message, _ in parts])
-                continue
-            message, received_at = parts[0]
-            self._alone(offer, message, received_at if offer.is_push else time.monotonic())
+            else:
+                self._alone(offer, message, received_at if offer.is_push else time.monotonic())
+            if self._state.push_threads.crowded and offer.waiting:  # it goes on when it is its turn again
+                self._state.push_threads.submit(offer.link, lambda: self._work(offer), offer.give_way)
+                return
 
     def _next(self, offer: ReceivedOffer) -> list[tuple[PartReady, float]]:
         """The part that is next, and those that wait right behind it; none: the work is over."""
@@ -177,6 +179,10 @@ class Receiver:
                 began = time.monotonic()
                 nbytes = self._read(offer, some, began)
                 offer.together_nbytes = _next_together(nbytes, time.monotonic() - began)
+            except GaveWayError as exc:
+                for message in messages[at:]:
+                    _reply(offer.link, message, exc.status_code, str(exc))
+                return
             except Exception:
                 for message in messages[at:]:
                     self._alone(offer, message, time.monotonic())
@@ -218,7 +224,7 @@ class Receiver:
             )
         deadline = started + max(0, min(message.time_left_ms for message in messages)) / 1000
         source, target = plan.source.tensors(first, count), plan.target.tensors(first, count)
-        context = Context(_what(offer), offer.link, started, LLMStatusCode.LLM_TIMEOUT)
+        context = Context(offer.what, offer.link, started, LLMStatusCode.LLM_TIMEOUT)
         flight = self._begin(offer, plan, target)
         try:
             self._move(offer, messages, source, target, plan.bases, deadline, flight)
@@ -301,7 +307,7 @@ class Receiver:
             except LLMException as exc:
                 offer.plan = exc.with_traceback(None)
                 peer = describe(offer.link)
-                self._say(logging.WARNING, offer.link, "refused a %s of %s: %s", _what(offer), peer, exc)
+                self._say(logging.WARNING, offer.link, "refused a %s of %s: %s", offer.what, peer, exc)
         if isinstance(
             offer.plan, LLMException
         ):  # each raise has one of its own: it holds the frames it went through
@@ -341,7 +347,7 @@ class Receiver:
         if message.kind == "layers":
             return layer_plans.plan_layers_by_key(
                 src, message.source_batch, dst, batch,
-                dst_is_blocks=record.is_blocks, blocks=_blocks(offer), layers=layers,
+                dst_is_blocks=record.is_blocks, blocks=offer.blocks, layers=layers,
             )  # fmt: skip
         if record.is_blocks:
             raise ParamInvalidError(
@@ -352,7 +358,7 @@ class Receiver:
     def _plan_by_address(self, offer: ReceivedOffer) -> OfferPlan:
         layers = Layers(codec.layers_of(offer.offer.src_layers), None, layer_plans.TENSORS_PER_LAYER)
         source, target = layer_plans.plan_layers_by_address(
-            offer.source.layout, offer.offer.source_batch, len(offer.addresses), _blocks(offer), layers
+            offer.source.layout, offer.offer.source_batch, len(offer.addresses), offer.blocks, layers
         )
         self._owners(offer.addresses, target)
         return OfferPlan(source, target, offer.addresses, None)
@@ -372,10 +378,6 @@ def _next_together(nbytes: int, seconds: float) -> int:
     return int(nbytes * _TOGETHER_S / seconds)
 
 
-def _blocks(offer: ReceivedOffer) -> LayerBlocks:
-    return LayerBlocks(offer.src_blocks, offer.dst_blocks, offer.offer.unit_nbytes)
-
-
 def _unknown(message: PartReady, count: int) -> tuple[LLMStatusCode, str]:
     if count >= limits.OFFERS:
         return (
@@ -383,14 +385,6 @@ def _unknown(message: PartReady, count: int) -> tuple[LLMStatusCode, str]:
             f"{count} pushes of this link are open there, which is the most",
         )
     return LLMStatusCode.LLM_FAILED, f"offer {message.offer_id} is not known (any more)"
-
-
-def _what(offer: ReceivedOffer) -> str:
-    target = offer.offer.target
-    if target is None:
-        first = int(offer.addresses[0]) if np.size(offer.addresses) else 0
-        return f"push ({offer.offer.kind}) to raw addresses from {first:#x}"
-    return f"push ({offer.offer.kind}) to {describe_name(codec.key_name(target))}"
 
 
 def _reply(link: Link, message: PartReady, code: LLMStatusCode, text: str) -> None:

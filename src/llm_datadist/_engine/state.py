@@ -27,6 +27,7 @@ from llm_datadist._engine.dropped import Dropped
 from llm_datadist._engine.errands import Desk, Errand
 from llm_datadist._engine.flights import Flights
 from llm_datadist._engine.pools import Pools
+from llm_datadist._engine.push_threads import PushThreads
 from llm_datadist._engine.regions import Regions
 from llm_datadist._engine.routes import Routes
 from llm_datadist._engine.ways import Way
@@ -68,7 +69,6 @@ class Peer:
     sources: Sources[RemoteCache] = field(default_factory=Sources)  # of the peer's for its offers
     offers: dict[int, object] = field(default_factory=dict)
     parts: int = 0  # of these, that wait or are being read
-    asked: int = 0  # Unlink and Settle that wait
     closing: int = 0  # unlinks that wait or are being agreed: no new transfers of ours
     unlinked: bool = False  # the peer was told that it may drop the link
     by_clusters: bool = False  # a caller of link_clusters here wants this link
@@ -100,12 +100,6 @@ class Peer:
         with self._counting:
             self.parts += change
             return self.parts
-
-    def count_asked(self, change: int) -> int:
-        """One more or less of them; how many there are now."""
-        with self._counting:
-            self.asked += change
-            return self.asked
 
     def count_out(self, nbytes: int) -> None:
         """Bytes that the peer says it has read of us."""
@@ -178,9 +172,8 @@ class State:
         self.leases = Leases(self.new_word, self.clear_word)
         self.flights = Flights(self.condition)
         self.desk = Desk(f"llm-datadist-call-{cluster_id}")
-        self.workers = Workers(
-            "llm-datadist-worker", lambda seconds, fn: self.links.call_at(time.monotonic() + seconds, fn)
-        )
+        self.workers = Workers("llm-datadist-worker", self._later)
+        self.push_threads = PushThreads(self.workers, self._later)
         self.dropped = Dropped(lambda when, look: self.links.call_at(when, look))
         self.pools = Pools(options.pools)
         self.regions = Regions()
@@ -196,7 +189,6 @@ class State:
         self.comms_alive = 0
         self.tables_nbytes = 0  # of our copies of peers' tables
         self.sources_nbytes = 0  # of the caches that peers have published
-        self.asks = 0  # of peers, that wait for the end of transfers
         self.offers = Budget(limits.OFFERS_NBYTES, limits.OFFERS_ENGINE_NBYTES)
         self.on_link_change: Callable[[int], None] = lambda cluster_id: None  # control thread; must not block
 
@@ -257,27 +249,6 @@ class State:
                 f"what is known of the caches that peers have published takes {self.sources_nbytes >> 20} MiB"
             )
 
-    def count_asks(self, change: int) -> None:
-        """One more or less of them."""
-        with self.lock:
-            self.asks += change
-
-    def wait_asked(self, timeout_s: float) -> None:
-        """Waits for a change, for one of the peers that have asked for it. The caller holds the lock.
-
-        All of them together look ``limits.LOOKS`` times a second, however many they are and however much changes.
-        """
-        looked_at = time.monotonic()
-        self.condition.wait(timeout_s)
-        waited_s = time.monotonic() - looked_at
-        rest_s = min(self.asks / limits.LOOKS, timeout_s) - waited_s
-        if self.asks > 1 and rest_s > 0:
-            self.lock.release()
-            try:
-                time.sleep(rest_s)
-            finally:
-                self.lock.acquire()
-
     def is_read_registered(self, link: Link) -> bool:
         """Whether the peer reads by an engine that knows our memory by registration."""
         return any(caps.needs_registration and name in link.peer_reads_by for name, caps in self.caps.items())
@@ -307,6 +278,9 @@ class State:
             return errand.run()
         except OutOfMemoryError:
             return job()
+
+    def _later(self, seconds: float, fn: Callable[[], None]) -> None:
+        self.links.call_at(time.monotonic() + seconds, fn)
 
     def run_callbacks(self, job: Callable[[], None]) -> None:
         """Runs code of the user's here, or on a worker when here is the control thread, which it would hold up."""

@@ -227,6 +227,11 @@ class Link:
         return self._state
 
     @property
+    def host(self) -> str:
+        """Its address without the port: links there share what is divided among addresses."""
+        return self.address.rpartition(":")[0]
+
+    @property
     def down_reason(self) -> str | None:
         """Why it is down; None while it is not."""
         return self._down_reason

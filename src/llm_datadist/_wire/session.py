@@ -165,7 +165,8 @@ class Session:
         self.last_alive = now
         self.bytes_in = 0
         self.peer_left = False
-        self.frames_in = self._signs_in = 0
+        self.frames_in = 0
+        self.heard = 0  # of these, that asked for something or answered; heartbeats do neither
         self.more = False
         self.state = State.AWAIT_FIRST
         if hello is not None:
@@ -187,6 +188,7 @@ class Session:
             while self.state not in _OVER and (frame := self._decoder.take()) is not None:
                 self._now = now
                 self.frames_in += 1
+                self.heard += 1
                 event = self._on_frame(frame)
                 if event is not None:
                     events.append(event)
@@ -197,11 +199,6 @@ class Session:
             self.state = State.CLOSED
             events.append(Closed(str(error), error=True))
         return events
-
-    @property
-    def heard(self) -> int:
-        """How many frames it was that asked for something, or answered; heartbeats do neither."""
-        return self.frames_in - self._signs_in
 
     @property
     def waiting_nbytes(self) -> int:
@@ -348,7 +345,7 @@ class Session:
         return RefusedIn(refused)
 
     def _on_heartbeat(self, heartbeat: m.Heartbeat, frame: Frame) -> None:
-        self._signs_in += 1  # the bytes themselves were the sign of life
+        self.heard -= 1  # the bytes themselves were the sign of life
 
     def _on_ping(self, ping: m.Ping, frame: Frame) -> Event:
         return PingIn(ping.id)

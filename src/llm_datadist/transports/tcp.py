@@ -19,7 +19,7 @@ from llm_datadist._logs import get_logger
 from llm_datadist.status import OutOfMemoryError
 from llm_datadist.transports._sockets import tune
 from llm_datadist.transports.seam import PeerEndpoint, ReadSource, TransportCaps, TransportUnavailable
-from llm_datadist.transports.tcp_channel import TcpChannel
+from llm_datadist.transports.tcp_channel import Helpers, TcpChannel
 from llm_datadist.transports.tcp_server import TcpServer, close_copy, refuse_first
 
 logger = get_logger("llm_datadist.tcp")
@@ -55,6 +55,7 @@ class TcpTransport:
         self._limit = connections or DEFAULT_CONNECTIONS
         self._stripes = min(self._limit, stripes or _stripes_by_machine())
         self._far_stripes = min(self._limit, stripes or _MAX_STRIPES)
+        self._helpers = Helpers()
         self._clock = clock
         self._server = TcpServer(source)
         self._lock = threading.Lock()
@@ -80,6 +81,7 @@ class TcpTransport:
             limit=self._limit,
             stripes=self._stripes,
             far_stripes=self._far_stripes,
+            helpers=self._helpers,
             first_frame=self._first_frame,
             server=self._server,
             forget=self._forget,

@@ -13,11 +13,12 @@ from __future__ import annotations
 import functools
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 
 from llm_datadist._core import limits
+from llm_datadist._core.quota import Quota
 from llm_datadist._core.segments import U64, Extents, Segments
 from llm_datadist._logs import get_logger
 from llm_datadist._shortages import is_shortage, reason_of, start_thread
@@ -55,6 +56,7 @@ class TcpChannel:
         limit: int,
         stripes: int,
         far_stripes: int,
+        helpers: Helpers,
         first_frame: Callable[[bytes, bool], bytes],
         server: TcpServer,
         forget: Callable[[TcpChannel], None],
@@ -67,6 +69,7 @@ class TcpChannel:
         self._address = peer.address
         self._stripes = stripes
         self._far_stripes = far_stripes
+        self._helpers = helpers
         self._first_frame = first_frame
         self._server = server
         self._forget = forget
@@ -91,9 +94,8 @@ class TcpChannel:
         if count < 2:
             return TcpRead(self.pool, selector, destination, 0, nbytes)
         cuts = [nbytes * i // count for i in range(count + 1)]
-        return StripedRead(
-            [TcpRead(self.pool, selector, destination, *cut) for cut in pairwise(cuts)], nbytes
-        )
+        parts = [TcpRead(self.pool, selector, destination, *cut) for cut in pairwise(cuts)]
+        return StripedRead(parts, nbytes, self._helpers, self.token)
 
     def units(self, head: bytes, destination: U64, nbytes: int) -> TcpUnits | None:
         """See the seam. Only what an owner sends at once, and a table of iovecs holds."""
@@ -244,14 +246,38 @@ class _Shared:
         return self._whose.setdefault("whose", who) == who
 
 
+class Helpers:
+    """How many threads read parts of wide reads, for all links. Threads: any that no signal strikes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._quota = Quota(limits.STRIPES)
+
+    @contextmanager
+    def one_of(self, link: bytes) -> Iterator[bool]:
+        """Whether this thread may be one of them, while inside."""
+        with self._lock:
+            may = self._quota.may_take(link, link)
+            if may:
+                self._quota.take(link, link)
+        try:
+            yield may
+        finally:
+            if may:
+                with self._lock:
+                    self._quota.give(link, link)
+
+
 class StripedRead:
     """A wide read: parts of it on several connections at once."""
 
-    __slots__ = ("_nbytes", "_parts", "_result", "_results")
+    __slots__ = ("_helpers", "_link", "_nbytes", "_parts", "_result", "_results")
 
-    def __init__(self, parts: list[TcpRead], nbytes: int) -> None:
+    def __init__(self, parts: list[TcpRead], nbytes: int, helpers: Helpers, link: bytes) -> None:
         self._parts = parts
         self._nbytes = nbytes
+        self._helpers = helpers
+        self._link = link
         self._results: list[Progress] = []
         self._result: Progress | None = None
 
@@ -294,8 +320,9 @@ class StripedRead:
 
     def _help(self, entry: _Shared, deadline: float) -> None:
         try:
-            if entry.take("helper"):
-                self._run_one(entry.part, deadline)
+            with self._helpers.one_of(self._link) as is_one:
+                if is_one and entry.take("helper"):  # else the caller comes to it
+                    self._run_one(entry.part, deadline)
         finally:
             entry.ended.open()
 

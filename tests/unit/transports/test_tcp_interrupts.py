@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llm_datadist._core import limits
 from llm_datadist._core.segments import Extents, Segments
 from llm_datadist._shortages import start_thread
 from llm_datadist.testing.owner import Memory
@@ -241,6 +242,28 @@ def test_g3_parts_for_which_no_thread_can_be_started_are_read_by_the_caller(
     assert rig.read(extents_of(source), extents_of(destination)).fault is None
     assert np.array_equal(source, destination)
     assert len(begun) == 2 and not begun[0].is_alive()
+
+
+@pytest.mark.parametrize("most", [0, 1, 8])
+def test_g18_the_threads_of_all_wide_reads_have_a_limit(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """What has none is read by the thread that waits for it."""
+    monkeypatch.setattr(tcp_channel, "STRIPE_NBYTES", 1 << 20)
+    monkeypatch.setattr(limits, "STRIPES", most)
+    rig = make_rig(stripes=4)
+    source, destination = memory_of(1, 64 << 20, 1), memory_of(1, 64 << 20, None)
+    quota, seen = rig.channel._helpers._quota, list[int]()
+    wait = TcpRead.wait
+
+    def note(part: TcpRead, *, deadline: float) -> Progress:
+        seen.append(quota.taken)
+        return wait(part, deadline=deadline)
+
+    monkeypatch.setattr(TcpRead, "wait", note)
+    assert rig.read(extents_of(source), extents_of(destination)).fault is None
+    assert np.array_equal(source, destination)
+    assert len(seen) == 4 and max(seen) <= most and quota.taken == 0
 
 
 def test_a_connection_that_a_late_cancel_has_shut_down_is_not_kept(
