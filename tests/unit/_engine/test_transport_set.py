@@ -106,8 +106,7 @@ def test_before_a_link_peers_are_told_of_words_and_of_nothing_else(world: World)
         offered = set(map(tuple, np.frombuffer(told.rows, dtype="<u8").reshape(-1, 2).tolist()))
         assert len(offered) == 2 and (address, address + nbytes) in offered, "and the proofs"
         assert len(state.pools.bounds) == 2
-        for start, size in state.pools.bounds.values():
-            assert (start, start + size) in ranges - offered
+        assert {(start, start + size) for start, size in state.pools.bounds.values()} <= ranges - offered
         cache = made.cache_manager.allocate_blocks_cache(CacheDesc(2, [4, 64], DataType.DT_UINT8))
         token = state.regions.token(cache.cache_id, ("nixl",))
         rows = np.frombuffer(msgspec.msgpack.decode(token[ID_NBYTES:], type=Token).rows, dtype="<u8")
