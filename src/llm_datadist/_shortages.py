@@ -8,14 +8,18 @@ Threads: all functions may be called from any thread.
 from __future__ import annotations
 
 import errno
+import functools
 import resource
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from llm_datadist._waiting import Latch
 from llm_datadist.status import LLMException, LLMStatusCode, OutOfMemoryError
 
+_LOOK_S = 0.02  # whether a thread that has not begun is still there
 _NO_MEMORY = (errno.ENOMEM, errno.ENOBUFS)
 _SHORT = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOSPC, *_NO_MEMORY))  # ENOSPC: of epoll
 
@@ -26,12 +30,68 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
     Raises:
         OutOfMemoryError: The system gives none; see ``no_thread``.
     """
-    thread = threading.Thread(target=target, name=name, daemon=True)
+    begun = Latch()
+
+    def run() -> None:
+        begun.open()
+        target()
+
+    thread = _Thread(target=run, name=name, daemon=True)
     try:
         thread.start()
     except (RuntimeError, MemoryError) as error:
         raise no_thread(name) from error
+    while not begun.wait(_LOOK_S):
+        if thread.is_gone() and not begun.is_open:
+            thread.forget()
+            raise no_thread(name)
     return thread
+
+
+class _Thread(threading.Thread):
+    """One whose start ends also where there is no memory for its first steps.
+
+    Such a thread dies without a word, and CPython waits for ever until it has begun (gh-140746). So ``start`` does not
+    wait here, and what the new thread is given to run is seen to go: CPython drops it when the thread has ended.
+    """
+
+    def __init__(self, *, target: Callable[[], None], name: str, daemon: bool) -> None:
+        super().__init__(target=target, name=name, daemon=daemon)
+        self._started = _Begun()
+        self._boot: weakref.ref[Callable[[], None]] | None = None
+
+    @property
+    def _bootstrap(self) -> Callable[[], None]:
+        boot: Callable[[], None] = functools.partial(super()._bootstrap)  # type: ignore[misc]
+        self._boot = weakref.ref(boot)
+        return boot
+
+    def is_gone(self) -> bool:
+        """Whether it has ended, however far it came. Not before it was started."""
+        return self._boot is not None and self._boot() is None
+
+    def forget(self) -> None:
+        """It is not in the list of those that are about to begin any more, which nobody else takes it from."""
+        getattr(threading, "_limbo", {}).pop(self, None)
+
+
+class _Begun:
+    """In place of the event that ``Thread.start`` waits for: it does not wait."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def wait(self) -> None:
+        """``start_thread`` does."""
+
+    def _at_fork_reinit(self) -> None:
+        """There is no lock in it."""
 
 
 def no_thread(what: str) -> OutOfMemoryError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import sys
 import threading
 
 import pytest
@@ -40,6 +41,29 @@ def test_g3_a_thread_that_cannot_be_started_says_what_is_short(
         "raise the limit",
     ):
         assert part in str(told.value)
+
+
+@pytest.mark.parametrize("step", ["_bootstrap", "_bootstrap_inner"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_g3_a_thread_without_memory_for_its_first_steps_is_refused(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(_: threading.Thread) -> None:
+        raise MemoryError
+
+    before = threading.enumerate()
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    monkeypatch.setattr(threading.Thread, step, die)
+    with pytest.raises(OutOfMemoryError, match="for llm-test"):
+        start_thread(lambda: None, "llm-test")
+    assert threading.enumerate() == before
+
+
+def test_g3_a_thread_that_ends_before_anybody_looks_has_begun() -> None:
+    for _ in range(100):
+        thread = start_thread(lambda: None, "llm-test")
+        thread.join()
+        assert not thread.is_alive() and thread.ident is not None
 
 
 @pytest.mark.parametrize(

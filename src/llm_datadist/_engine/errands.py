@@ -17,6 +17,7 @@ import functools
 import os
 import threading
 import time
+import weakref
 from _thread import start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,6 +39,7 @@ _WAITING = 3
 _FIRST_LOOK_S = 0.00005  # what a caller takes to wake and take its result; doubled with each look
 _LONGEST_LOOK_S = 0.02
 _LAST_STEPS_S = 0.05  # of a thread that has answered
+_STARTER_LOOK_S = 0.1  # whether the thread that starts another is still there
 
 
 class Call(Protocol):
@@ -248,22 +250,38 @@ class Desk:
         return self._is_open and not self._is_full
 
     def _start(self, errand: Errand[Any]) -> None:
-        def start() -> None:
-            errand.threads.append(threading.get_native_id())
-            try:
-                start_thread(lambda: self._serve_one(errand), self._name)
-            except OutOfMemoryError:
-                if errand.or_here:  # this thread is as good, but for its name
-                    errand.do(is_alone=True)
-                else:
-                    errand.refuse(no_thread(errand.name))
+        handed_on = Latch()
 
+        def start() -> None:
+            try:
+                errand.threads.append(threading.get_native_id())
+                start_thread(lambda: self._serve_one(errand), self._name)
+            except (OutOfMemoryError, MemoryError):
+                self._do_without(errand)
+            handed_on.open()
+
+        # Not ``start`` itself: CPython 3.11 may keep a function that it had no memory to call.
+        boot = functools.partial(start)
+        starter = weakref.ref(boot)
         try:
-            start_new_thread(start, ())  # ``start_thread`` waits on an Event, which a caller must not
-        except RuntimeError as exc:
+            start_new_thread(boot, ())  # ``start_thread`` takes locks, which a caller must not
+        except (RuntimeError, MemoryError) as exc:
             if not errand.or_here:
                 raise no_thread(errand.name) from exc
             errand.do(is_alone=True)
+            return
+        del boot  # so that only that thread has it
+        while not handed_on.wait(_STARTER_LOOK_S):
+            if starter() is None and not handed_on.is_open:  # it had no memory for its first steps
+                self._do_without(errand)
+                return
+
+    def _do_without(self, errand: Errand[Any]) -> None:
+        """No thread can be had for it."""
+        if errand.or_here:  # this thread is as good, but for its name
+            errand.do(is_alone=True)
+        else:
+            errand.refuse(no_thread(errand.name))
 
     # ---- not for a caller's thread ---------------------------------------------------------------------------
 
@@ -290,7 +308,7 @@ class Desk:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _add_thread(self) -> bool:
-        with self._lock, suppress(OutOfMemoryError):
+        with self._lock, suppress(OutOfMemoryError, MemoryError):
             self._threads.append(start_thread(self._serve, self._name))
             return True
         return False

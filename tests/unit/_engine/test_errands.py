@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -243,6 +244,57 @@ def test_g3_what_must_be_done_is_done_without_a_thread(
 
     no_threads(monkeypatch, nor_the_first=nor_the_first)
     assert call() == 5
+
+
+def dies_at_once(step: Callable[[], object], _: tuple[()]) -> int:
+    """A thread that has no memory for its first steps."""
+    del step
+    return start_new_thread(lambda: None, ())
+
+
+def test_g3_without_memory_for_a_thread_a_call_is_out_of_memory_and_nothing_was_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk, ran = Desk("test-desk"), list[int]()
+    with monkeypatch.context() as short:
+        short.setattr(module, "start_new_thread", dies_at_once)
+        with pytest.raises(OutOfMemoryError, match="call"):
+            done(desk, lambda call: ran.append(1))
+    assert not ran
+    assert done(desk, lambda call: 5) == 5
+
+
+def test_g3_what_must_be_done_is_done_without_memory_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    @handed_in
+    def call() -> Errand[int]:
+        return Errand("call", Desk("test-desk"), lambda call: 5, or_here=True)
+
+    monkeypatch.setattr(module, "start_new_thread", dies_at_once)
+    assert call() == 5
+
+
+@pytest.mark.parametrize("error", [OutOfMemoryError("none"), MemoryError()])
+def test_g3_an_open_desk_outlives_a_thread_that_could_not_be_added(
+    error: Exception, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    latch, begun = Latch(), list[int]()
+
+    def block(call: Call) -> bool:
+        begun.append(1)
+        return latch.wait(PATIENCE_S)
+
+    blocked = [errand_that(desk, block) for _ in range(module._WAITING - 1)]
+    assert wait_until(lambda: len(begun) == len(blocked) and desk._waiting == 1, PATIENCE_S)
+    with monkeypatch.context() as short:
+        short.setattr(module, "start_thread", refuse)
+        assert done(desk, lambda call: 4) == 4  # by the last one that waited
+    latch.open()
+    assert all(errand._ended.wait(PATIENCE_S) for errand in blocked)
+    assert wait_until(desk._serves, PATIENCE_S)
+    assert done(desk, lambda call: 5) == 5
 
 
 def test_g3_an_open_desk_works_with_the_threads_that_it_has(
