@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from llm_datadist import _instances
 from llm_datadist._core.notices import checked_notice
 from llm_datadist._core.options import Options, parse_options
+from llm_datadist._engine import standard_streams
 from llm_datadist._engine.errands import Call, Desk, Errand, handed_in
 from llm_datadist._logs import get_logger
 from llm_datadist._shortages import named
@@ -68,6 +69,8 @@ class LLMDataDist(Links):
     def init(self, options: dict[str, str]) -> Errand[None]:
         """Starts the engine; does nothing when it is started already.
 
+        Those of the descriptors 0 to 2 that are closed are opened on /dev/null.
+
         Args:
             options: What ``LLMConfig.generate_options()`` returns; it is not changed.
 
@@ -93,6 +96,7 @@ class LLMDataDist(Links):
             self._pid = os.getpid()
             try:
                 with named(f"LLMDataDist {self._cluster_id} cannot be initialised"):
+                    standard_streams.occupy()
                     engine = _new_engine(self._role, self._cluster_id, parsed)
                     engine.start()
             except BaseException:
