@@ -64,9 +64,8 @@ def goes_by(transport: str, told: tuple[str, str]) -> str:
     "its memory belongs to user id {}, the reader runs as {}; pools are shared within one user, and with root"
 )
 @forces(
-    "{}; this process runs with user id {}, the other with {}. Reading needs the right to ptrace it: the same user "
-    "ids (or CAP_SYS_PTRACE) and a dumpable process. Under Yama ({}) the owner must set llm.AllowPtrace to 1; a "
-    "container's seccomp profile may forbid it as well"
+    "process {} runs with user id {}, this one with {}: transport local reads only processes of the same user, also "
+    "as root; run both as one user"
 )
 def another_user(stage: Stage) -> str:
     d = stage.spawn(env={"HOME": None})
@@ -74,6 +73,22 @@ def another_user(stage: Stage) -> str:
     told = goes_by("tcp", linked(stage.spawn(), d))
     assert "user id 0" in told and "65534" in told
     return told
+
+
+@forces(
+    "user id {} stands for every user that this user namespace does not know, so nobody is sure to be the same one; "
+    "run the engine as a user id of its own"
+)
+@forces(
+    "{}; this process runs with user id {}, the other with {}. Reading needs the right to ptrace it: the same user "
+    "ids (or CAP_SYS_PTRACE) and a dumpable process. Under Yama ({}) the owner must set llm.AllowPtrace to 1; a "
+    "container's seccomp profile may forbid it as well"
+)
+def other_user_namespace(stage: Stage) -> str:
+    """There this user is nobody, as all others are, and has no right over processes outside."""
+    netns.need_namespaces()
+    d = stage.spawn(prefix=("unshare", "--user", "--map-user=65534"))
+    return goes_by("tcp", linked(stage.spawn(), d))
 
 
 @forces("process_vm_readv from process {} failed: {}")

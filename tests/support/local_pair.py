@@ -18,6 +18,7 @@ from llm_datadist.testing.owner import OwnerProcess, serve
 from llm_datadist.transports.local import LocalChannel, LocalTransport
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import PeerEndpoint
+from tests.support import other_user
 
 PROOF = b"proof of this very connection..."
 
@@ -111,6 +112,8 @@ class LocalPair(LocalOwner):
 
 
 def _main() -> None:
+    if "nobody" in sys.argv:
+        other_user.become()
     owned = transport(Movers(0), Loop())
     serve({"endpoint": lambda: base64.b64encode(owned.endpoint(PROOF)).decode()})
 

@@ -11,6 +11,7 @@ import contextlib
 import socket
 import struct
 from collections.abc import Callable
+from pathlib import Path
 
 from llm_datadist._accepting import Accepting
 from llm_datadist._shortages import reason_of
@@ -21,6 +22,7 @@ AdoptReader = Callable[[socket.socket, Callable[[], float | None]], None]
 DropReader = Callable[[socket.socket], None]
 
 _CREDENTIALS = struct.Struct("iII")
+_ALL_USERS = (1 << 32) - 1  # of the first user namespace
 
 
 class Meeting:
@@ -111,9 +113,20 @@ def end(sock: socket.socket) -> None:
 def credentials(sock: socket.socket) -> tuple[int, int]:
     """Pid and effective user id of the other end, as seen from here, by the kernel's word.
 
-    The pid is 0 across pid namespaces. For one that has listened they are those of that moment.
+    The pid is 0 across pid namespaces. For one that has listened they are those of that moment. See
+    ``stands_for_many`` for the user.
     """
     pid, uid, _ = _CREDENTIALS.unpack(
         sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
     return pid, uid
+
+
+def stands_for_many(uid: int) -> bool:
+    """Whether the kernel names every user so whom this user namespace does not know; mostly 65534, nobody."""
+    try:
+        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        known = Path("/proc/self/uid_map").read_text()
+    except OSError:  # no /proc: it may be
+        overflow, known = 65534, ""
+    return uid == overflow and sum(int(line.split()[2]) for line in known.splitlines()) < _ALL_USERS

@@ -3,6 +3,8 @@
 Strategy: the kernel names the peer (SO_PEERCRED on an abstract UNIX socket), a pidfd tells when it has
 gone, and the proof of the handshake, read out of its memory, shows that it is the other end of the
 connection: a pidfd that is still silent after that read means that the pid has meant one process all along.
+Only a process of the same user is read, whatever else this one may: memory is its owner's to leave unanswered
+(userfaultfd, FUSE), and a read of it waits in the kernel, on the control thread in a handshake.
 Where its proofs are, the name of the socket commits that process to: a peer that could choose would name
 memory of another process into which it had the right bytes put, a cache. The socket need not live longer
 than ``open``, and the owner closes what it accepts at once (nothing held, nothing to limit);
@@ -205,10 +207,15 @@ def _prefix(salt: bytes, page: int) -> bytes:
 def _find(name: bytes) -> tuple[int, int]:
     """Pid, as seen from here, of the process that listens at ``name``, and a pidfd of it."""
     with meet(name, socket.SOCK_STREAM) as sock:
-        pid, _ = credentials(sock)
+        pid, uid = credentials(sock)
         if pid == 0:
             raise TransportUnavailable(
                 "the peer is in another pid namespace (SO_PEERCRED gives 0): its memory cannot be addressed"
+            )
+        if uid != os.geteuid():
+            raise TransportUnavailable(
+                f"process {pid} runs with user id {uid}, this one with {os.geteuid()}: transport local reads only "
+                "processes of the same user, also as root; run both as one user"
             )
         try:
             return pid, os.pidfd_open(pid)

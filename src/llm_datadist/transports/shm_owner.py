@@ -18,7 +18,7 @@ from llm_datadist._core import limits
 from llm_datadist._shortages import reason_of
 from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.devices.shared_memory import SharedArea
-from llm_datadist.transports._meeting import AdoptReader, DropReader, credentials, end
+from llm_datadist.transports._meeting import AdoptReader, DropReader, credentials, end, stands_for_many
 
 GRANTED = b"\0"
 REFUSED = b"\1"  # the reason follows
@@ -142,8 +142,13 @@ class Giver:
 
 def whose_refusal(owner_uid: int, reader_uid: int) -> str:
     """Why a process of one user may not read what another's shares, or "". Root may read everything anyhow."""
-    if reader_uid in (owner_uid, 0):
+    if reader_uid == 0 or (reader_uid == owner_uid and not stands_for_many(owner_uid)):
         return ""
+    if reader_uid == owner_uid:
+        return (
+            f"user id {owner_uid} stands for every user that this user namespace does not know, so nobody is sure to "
+            "be the same one; run the engine as a user id of its own"
+        )
     return (
         f"its memory belongs to user id {owner_uid}, the reader runs as {reader_uid}; pools are shared within one "
         "user, and with root"

@@ -25,6 +25,7 @@ from llm_datadist.transports import _libc
 from llm_datadist.transports.local import LocalTransport
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import FaultKind, Progress, TransportUnavailable
+from tests.support import local_pair
 from tests.support.local_pair import PROOF, LocalOwner, Loop, endpoint, nothing, transport
 from tests.support.other_user import needs_root
 from tests.support.raw_owner import SALT, local_name
@@ -157,18 +158,29 @@ def test_g16_more_handshakes_than_slots(reader: LocalTransport) -> None:
 @pytest.mark.rule("S.10", "S.18")
 @needs_root
 def test_p2_other_user(owner: LocalOwner) -> None:
-    """The reader runs as nobody: the reason names both users and every way out."""
+    """The reader runs as nobody: the reason names both users and the way out."""
     text = _reason_elsewhere(owner, "from tests.support.other_user import become; become()")
-    for part in (
-        "process_vm_readv",
-        str(owner.pid),
-        "65534",
-        "with 0",
-        "ptrace",
-        "Yama",
-        "llm.AllowPtrace",
-        "seccomp",
-    ):
+    for part in (f"process {owner.pid} runs with user id 0", "this one with 65534", "as one user"):
+        assert part in text
+
+
+@pytest.mark.rule("S.29")
+@needs_root
+def test_g16_root_reads_no_other_user(reader: LocalTransport) -> None:
+    """Who need not show anything to be read could leave the read unanswered, on the control thread."""
+    with closing(LocalOwner([sys.executable, local_pair.__file__, "nobody"])) as owner:
+        text = reason(reader, owner.endpoint.blob)
+    assert "runs with user id 65534, this one with 0" in text
+
+
+@needs_root
+def test_p2_no_right_to_trace(owner: LocalOwner) -> None:
+    """The reader has the same user id, and none of root's rights: every way out is named."""
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("needs unshare")
+    text = _reason_elsewhere(owner, "", [unshare, "--user", "--map-root-user"])
+    for part in ("process_vm_readv", str(owner.pid), "ptrace", "Yama", "llm.AllowPtrace", "seccomp"):
         assert part in text
 
 

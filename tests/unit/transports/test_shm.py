@@ -226,7 +226,22 @@ def test_p2_other_user_is_refused_by_the_owner(owner: ShmOwner, slow: bool) -> N
 
 
 @needs_root
-@pytest.mark.rule("S.15")
+@pytest.mark.rule("S.30")
+@pytest.mark.parametrize("known", [True, False], ids=["all users known", "a user namespace"])
+def test_p2_who_could_be_anybody_is_not_the_same_user(known: bool) -> None:
+    """65534 is nobody; in a user namespace it is every user of the host that it does not know as well."""
+    program = "from llm_datadist.transports.shm_owner import whose_refusal as w; print(w(65534, 65534), w(65534, 0))"
+    command = [sys.executable, "-c", program]
+    if not known:
+        command = [str(UNSHARE), "--user", "--map-user=65534", *command]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=50)
+    assert bool(ran.stdout.strip()) is not known, ran.stdout
+    assert known or "stands for every user" in ran.stdout
+
+
+@needs_root
+@pytest.mark.rule("S.15", "S.17")
 def test_p2_root_reads_a_user(reader: ShmTransport) -> None:
     with closing(ShmOwner(as_nobody=True)) as owner:
         (base,) = owner.allocate([8], 0)
