@@ -22,7 +22,7 @@ from llm_datadist._shortages import reason_of
 if TYPE_CHECKING:
     import socket
 
-ACCEPTS_PER_TURN = 64  # then the control thread looks after others; the listener stays readable
+ACCEPTS_PER_TURN = 8  # then the control thread looks after others; the listener stays readable
 PAUSE_S = 0.1  # between two looks whether there are descriptors again
 PATIENCE_S = 1.0  # for which connections wait in the queue before they are refused
 _TELL_AGAIN_S = 60.0
@@ -61,9 +61,9 @@ class Accepting:
         self._told_at = -_TELL_AGAIN_S
         self._spare: FileIO | None = _open_spare()
 
-    def run(self) -> float:
-        """Accepts what waits; for how long the listener must be left alone then, in seconds: mostly 0."""
-        for _ in range(ACCEPTS_PER_TURN):
+    def run(self, most: int = ACCEPTS_PER_TURN) -> float:
+        """Accepts up to so many; for how long the listener must be left alone then, in seconds: mostly 0."""
+        for _ in range(most):
             try:
                 sock, peer = self._sock.accept()
             except (BlockingIOError, InterruptedError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import selectors
+import socket
 import threading
 from typing import Any
 
@@ -185,6 +186,36 @@ def test_g18_many_links_of_one_address_leave_another_its_turns(monkeypatch: pyte
 def ask(peer: RawPeer) -> None:
     peer.say(Ping(id=1))
     assert isinstance(peer.hear(), Pong)
+
+
+@pytest.mark.rule("S.28")
+def test_g18_newcomers_of_other_parts_have_their_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever dials, at whatever socket: it rests when the share is used up, and what is no newcomer goes on."""
+    monkeypatch.setattr(limits, "NEWCOMERS_BURST_S", 0.0)
+    monkeypatch.setattr(limits, "NEWCOMERS_SHARE", 1e-9)
+    calls = {"newcomers": 0, "others": 0}
+    enough = threading.Event()
+
+    def look() -> float:  # what has come is never taken, so it is called again and again
+        calls["newcomers"] += 1
+        return 0.0
+
+    def hear() -> None:
+        calls["others"] += 1
+        if calls["others"] == 100:
+            enough.set()
+
+    left, right = socket.socketpair()
+    other_left, other_right = socket.socketpair()
+    with Engine(1) as engine, left, right, other_left, other_right:
+        for sock in (right, other_right):
+            sock.send(b"x")
+        engine.service.add_reader(left, look)
+        engine.service.add_reader(other_left, hear)
+        assert enough.wait(20)
+        assert calls["newcomers"] == 1
+        for sock in (left, other_left):
+            engine.service.remove_reader(sock)
 
 
 def test_g17_a_long_text_is_cut_by_its_sender() -> None:

@@ -58,6 +58,14 @@ def test_what_comes_is_taken_and_no_pause_is_asked_for(scene: Scene) -> None:
     assert len(scene.taken) == 2
 
 
+def test_g18_of_many_a_few_are_taken_in_one_turn(scene: Scene) -> None:
+    for _ in range(20):
+        scene.dial()
+    for taken in (8, 16, 20):
+        assert scene.accepting.run() == 0.0
+        assert len(scene.taken) == taken
+
+
 @pytest.mark.parametrize("spare_lost", [False, True])
 def test_g14_a_short_shortage_costs_a_wait(scene: Scene, spare_lost: bool) -> None:
     scene.dial()

@@ -60,7 +60,7 @@ class LinkDriver:
         self._table = t.LinkTable(mine, retry_count)
         self._conns: dict[int, Connection] = {}
         self.hosts = Hosts(loop)
-        self._newcomers = Share(limits.NEWCOMERS_BURST_S, limits.NEWCOMERS_SHARE, time.monotonic())
+        self.newcomers = Share(limits.NEWCOMERS_BURST_S, limits.NEWCOMERS_SHARE, time.monotonic())
         self._fresh: dict[int, None] = {}  # of these, accepted and without a link yet
         self._handshakes = Handshakes(handler, random_token, loop, self.log)
         self.dials = Dials(loop, self._table, self._apply, self._open_dialled, self.link_of)
@@ -94,7 +94,7 @@ class LinkDriver:
         conn = self._open(sock, ends_of(sock), s.Session(self.mine, time.monotonic()), peer_address)
         if not conn.closed:
             self._fresh[conn.number] = None
-        return self._newcomers.rest_s(time.monotonic())
+        return self.newcomers.rest_s(time.monotonic())
 
     def _open_dialled(
         self, sock: socket.socket, address: Address, ends: Ends, ticket: int, dial: Dial
@@ -180,7 +180,7 @@ class LinkDriver:
             case _:
                 began = time.monotonic()
                 self._on_handshake(conn, event)
-                self._newcomers.spend(time.monotonic() - began if conn.ticket is None else 0.0)
+                self.newcomers.spend(time.monotonic() - began if conn.ticket is None else 0.0)
 
     def _on_handshake(self, conn: Connection, event: s.Event) -> None:
         match event:

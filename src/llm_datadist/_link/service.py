@@ -263,14 +263,20 @@ class LinkService:
     def add_reader(self, sock: socket.socket, fn: Callable[[], float | None]) -> None:
         """Calls ``fn`` on the control thread whenever ``sock`` is readable.
 
-        It says for how long it wants to be left alone then, in seconds; 0 or None: not at all.
+        It says for how long it wants to be left alone then, in seconds; 0: not at all. None: the same, and it has
+        not looked for newcomers, with whom peers that dial share the time of the control thread.
 
         Raises:
             OSError: The system cannot watch another socket; on the control thread, or before ``start``.
         """
 
         def on_ready(events: int) -> None:
+            began = time.monotonic()
             pause_s = fn()
+            if pause_s is not None:
+                now = time.monotonic()
+                self._driver.newcomers.spend(now - began)
+                pause_s = max(pause_s, self._driver.newcomers.rest_s(now))
             if pause_s:
                 self._loop.rest(sock, pause_s)
 

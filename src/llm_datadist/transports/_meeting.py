@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from llm_datadist._accepting import Accepting
+from llm_datadist._accepting import ACCEPTS_PER_TURN, Accepting
 from llm_datadist._shortages import reason_of
 from llm_datadist.transports.seam import TransportUnavailable
 
@@ -75,9 +75,9 @@ class Meeting:
         self._listener.close()
         self._accepting.close()
 
-    def accept(self) -> float:
+    def accept(self, most: int = ACCEPTS_PER_TURN) -> float:
         """Takes those that have connected; for how long the listener must be left alone then, in seconds."""
-        return self._accepting.run()
+        return self._accepting.run(most)
 
 
 def meet(name: bytes, kind: int) -> socket.socket:

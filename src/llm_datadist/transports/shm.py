@@ -43,6 +43,7 @@ from llm_datadist.transports.shm_rows import ShmRows, shm_rows
 
 _NAME_PREFIX = b"\0llm-datadist-shm/"
 _WORD_NBYTES = 8
+_HEARD_AT_THE_END = 64  # of a handshake: readers that have connected by then, those of others before its own
 _BEST_BELOW_NBYTES = 12 << 10  # from there on the kernel copies as fast (`python -m benchmarks --rows sizes`)
 _TOP = 1 << 64
 
@@ -108,7 +109,7 @@ class ShmTransport:
     def hide(self, proof: bytes) -> None:
         """See the seam. A reader that has connected by now is answered first."""
         if self._giver.expects(proof):
-            self._meeting.accept()
+            self._meeting.accept(_HEARD_AT_THE_END)
             self._giver.hear_all()
             self._giver.forget(proof)
 
