@@ -253,10 +253,16 @@ NIXL_SOURCES_NBYTES = _limit(
     64 << 20,
     "what NIXL must know of its caches; what is left out is told again",
 )
+NIXL_SOURCES_ENGINE_NBYTES = _limit(
+    "NIXL_SOURCES_ENGINE_NBYTES",
+    "engine",
+    1 << 30,
+    "the same of all peers; a link keeps its latest one in any case",
+)
 NIXL_SOURCES = _limit(
     "NIXL_SOURCES", "link", 1024, "of its caches that we read; we are told of one before each read"
 )
-NIXL_TOKENS = _limit("NIXL_TOKENS", "link", 4096, "that its agent remembers; then a new session is cheaper")
+NIXL_TOKENS = _limit("NIXL_TOKENS", "link", 4096, "that its agent remembers, and no more bytes than above")
 KNOWN_UNITS = _limit("KNOWN_UNITS", "connection", 64, "selectors that a reader may repeat by their number")
 PROOFS = _limit(
     "PROOFS", "engine", 1 << 14, "shown at the same time; a slot that was never used takes no memory"

@@ -28,7 +28,7 @@ from llm_datadist.transports._proofs import ProofPage
 from llm_datadist.transports.nixl_channel import NixlChannel
 from llm_datadist.transports.nixl_metadata import BadMetadata, check
 from llm_datadist.transports.nixl_ranges import Book, none, spans
-from llm_datadist.transports.nixl_told import ID_NBYTES, Endpoint, Token
+from llm_datadist.transports.nixl_told import ID_NBYTES, Endpoint, Held, Token
 from llm_datadist.transports.seam import (
     NOT_THIS_CONNECTION,
     PeerEndpoint,
@@ -92,6 +92,7 @@ class NixlTransport:
         self._channels: set[NixlChannel] = set()
         self._books: dict[str, Book] = {}
         self._tokens: dict[bytes, tuple[str, U64]] = {}
+        self._held = Held()
         self._page = ProofPage()
         self._nonce = random_bytes(PROOF_NBYTES)  # stays: it tells readers that we live
         self._nonce_slot = self._page.show(self._nonce)
@@ -187,7 +188,7 @@ class NixlTransport:
         if endpoint.proof != peer.proof:
             raise TransportUnavailable(NOT_THIS_CONNECTION)
         agents = partial(self._agents, serving=False, within_host=peer.within_host)
-        channel = NixlChannel(agents, endpoint, self._locate, self._linger_s, self._drop)
+        channel = NixlChannel(agents, endpoint, self._locate, self._linger_s, self._held, self._drop)
         with self._lock:
             if self._closed:
                 raise TransportUnavailable("transport nixl of this process is closed")

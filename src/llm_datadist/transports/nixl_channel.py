@@ -25,7 +25,7 @@ from llm_datadist.transports.nixl_ranges import none, spans
 from llm_datadist.transports.nixl_read import Copy, NixlRead, Pace
 from llm_datadist.transports.nixl_session import NixlBusy, Session, Source
 from llm_datadist.transports.nixl_small import Scratch, Small
-from llm_datadist.transports.nixl_told import ALWAYS, ID_NBYTES, Endpoint, Token, places_of, source_of
+from llm_datadist.transports.nixl_told import ALWAYS, ID_NBYTES, Endpoint, Held, Token, places_of, source_of
 from llm_datadist.transports.nixl_use import Use, used
 from llm_datadist.transports.seam import Fault, FaultKind, TransportUnavailable
 
@@ -48,6 +48,7 @@ class NixlChannel:
         endpoint: The peer's.
         locate: Finds registered memory of ours.
         linger_s: How long a transfer may go on when it should stop, before its session is cut.
+        held: What all channels keep.
         forget: Called when closed.
     """
 
@@ -57,6 +58,7 @@ class NixlChannel:
         endpoint: Endpoint,
         locate: Locate,
         linger_s: float,
+        held: Held,
         forget: Callable[[NixlChannel], None],
     ) -> None:
         self._agents = agents
@@ -83,6 +85,8 @@ class NixlChannel:
             )
         self._always = always
         self._sources: dict[bytes, Source | None] = {}  # None: no good
+        self._nbytes = 0  # of their metadata
+        self._held = held
         self._last: tuple[Extents | None, tuple[Source, ...]] = None, ()
         self._last_here: tuple[Extents | None, tuple[str, U64] | None] = None, None
 
@@ -114,14 +118,33 @@ class NixlChannel:
         except msgspec.MsgspecError as exc:
             found = str(exc)
         right = isinstance(found, Source) and told.agent == self._endpoint.agent
+        source = found if right and isinstance(found, Source) else None
         with self._admitting:
+            if self.closed:
+                return
             self._last = None, ()
-            nbytes = len(token) + sum(map(_metadata_nbytes, self._sources.values()))
-            while self._sources and (
-                len(self._sources) >= limits.NIXL_SOURCES or nbytes > limits.NIXL_SOURCES_NBYTES
-            ):
-                nbytes -= _metadata_nbytes(self._sources.pop(next(iter(self._sources))))
-            self._sources[name] = found if right and isinstance(found, Source) else None
+            while self._sources and self._is_full(_metadata_nbytes(source)):
+                self._drop_source(next(iter(self._sources)))
+            self._keep_source(name, source)
+
+    def _is_full(self, nbytes: int) -> bool:
+        """Whether something must go before so many bytes more are kept. The caller holds ``_admitting``."""
+        return (
+            len(self._sources) >= limits.NIXL_SOURCES
+            or self._nbytes + nbytes > limits.NIXL_SOURCES_NBYTES
+            or self._held.nbytes + nbytes > limits.NIXL_SOURCES_ENGINE_NBYTES
+        )
+
+    def _keep_source(self, name: bytes, source: Source | None) -> None:
+        self._sources[name] = source
+        self._count(_metadata_nbytes(source))
+
+    def _drop_source(self, name: bytes) -> None:
+        self._count(-_metadata_nbytes(self._sources.pop(name)))
+
+    def _count(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        self._held.add(nbytes)
 
     def settle(self, *, deadline: float) -> bool:
         """Nothing is on its way."""
@@ -147,7 +170,7 @@ class NixlChannel:
             for name, other in list(self._sources.items()):
                 # Older ones at these addresses are no better; what lives is told again.
                 if other is not None and any([other.ranges.touch(s.ranges.pairs).any() for s in sources]):
-                    del self._sources[name]
+                    self._drop_source(name)
 
     def _find(self, extents: Extents) -> tuple[Source, ...]:
         last, found = self._last
@@ -299,6 +322,9 @@ class NixlChannel:
     def close(self) -> None:
         """See ``Channel``."""
         self.closed = True
+        with self._admitting:
+            for name in tuple(self._sources):
+                self._drop_source(name)
         if self._making.acquire(blocking=False):  # else who makes a session sees that we are closed
             try:
                 self._drop_made()

@@ -81,6 +81,7 @@ class Session:
         self._destroyed = Latch()
         self.doomed = False
         self._loaded: dict[bytes, Source] = {}
+        self._loaded_nbytes = 0
         self._there = Ranges(none())
         self._here: dict[str, Ranges] = {}
         self._known: set[bytes] = set()
@@ -218,13 +219,17 @@ class Session:
     def _load(self, source: Source) -> None:
         if source.id in self._loaded:
             return
+        nbytes = self._loaded_nbytes + (len(source.metadata) if source is not self._first else 0)
+        if len(self._loaded) >= limits.NIXL_TOKENS or nbytes > limits.NIXL_SOURCES_NBYTES:
+            raise NixlBusy
         if not self._has(source):
             # An older source at the same addresses: NIXL would go on using its keys.
-            if len(self._loaded) >= limits.NIXL_TOKENS or self._there.touch(source.ranges.pairs).any():
+            if self._there.touch(source.ranges.pairs).any():
                 raise NixlBusy
             self._made[0].load(source.metadata)
             self._there = self._there.with_(source.ranges.pairs)
         self._loaded[source.id] = source
+        self._loaded_nbytes = nbytes
 
     def _has(self, source: Source) -> bool:
         """Whether something newer, or the same under another name, is there for these addresses."""

@@ -5,6 +5,7 @@ Everything in it is the peer's word. What NIXL is to parse is checked against th
 
 from __future__ import annotations
 
+import threading
 from typing import Annotated
 
 import msgspec
@@ -65,3 +66,16 @@ def source_of(
         return str(exc)
     low, high = (int(ranges.pairs[:, 0].min()), int(ranges.pairs[:, 1].max())) if len(rows) else (0, 0)
     return Source(name, memory, ranges, low, high, metadata, number)
+
+
+class Held:
+    """How many bytes all links of an engine keep of what their peers have told. Threads: any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """So many more; less if negative."""
+        with self._lock:
+            self.nbytes += nbytes
