@@ -164,7 +164,7 @@ def test_p2_other_user(owner: LocalOwner) -> None:
         assert part in text
 
 
-@pytest.mark.rule("S.29")
+@pytest.mark.rule("S.44")
 @needs_root
 def test_g16_root_reads_no_other_user(reader: LocalTransport) -> None:
     """Who need not show anything to be read could leave the read unanswered, on the control thread."""
