@@ -231,20 +231,20 @@ def test_a_silent_link_is_up_again_with_the_first_byte() -> None:
 
 
 def test_heartbeats_keep_an_idle_link_up() -> None:
-    options = {"heartbeat_ms": 50, "link_timeout_ms": 200}
+    options = {"heartbeat_ms": 50, "link_timeout_ms": 1000}
     with Engine(1, **options) as a, Engine(2, **options) as b:
         assert a.service.dial([b.target], 2) == [OK]
-        assert not a.notes.wait_for(lambda: bool(a.notes.downs), 0.8)
+        assert not a.notes.wait_for(lambda: bool(a.notes.downs), 1.5)
         assert link_of(a, 2).state == link_of(b, 1).state == "up"
 
 
 def test_a_side_that_was_held_up_does_not_judge_the_other() -> None:
-    options = {"heartbeat_ms": 50, "link_timeout_ms": 300}
+    options = {"heartbeat_ms": 50, "link_timeout_ms": 1000}
     with Engine(1, **options) as a, Engine(2, **options) as b:
         assert a.service.dial([b.target], 2) == [OK]
-        a.service.call_soon(lambda: time.sleep(0.9))  # what a stop or a long hold of the GIL looks like
-        b.service.call_soon(lambda: time.sleep(0.9))
-        assert not a.notes.wait_for(lambda: bool(a.notes.downs or b.notes.downs), 1.5)
+        a.service.call_soon(lambda: time.sleep(1.5))  # what a stop or a long hold of the GIL looks like
+        b.service.call_soon(lambda: time.sleep(1.5))
+        assert not a.notes.wait_for(lambda: bool(a.notes.downs or b.notes.downs), 2.2)
         assert link_of(a, 2).state == "up"
 
 

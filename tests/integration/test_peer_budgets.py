@@ -48,12 +48,10 @@ class Scene:
         self.link.send(frame(m.Publish(entry=ENTRY), b""))
 
     def ask(self, *messages: Any, lists: tuple[bytes, ...] = ()) -> Any:
-        """The next answer but heartbeats."""
+        """The next answer."""
         data = [frame(x, *lists) if isinstance(x, m.Offer) else frame(x) for x in messages]
         self.link.send(b"".join(data))
-        while isinstance(answer := self.link.hear(), m.Heartbeat):
-            pass
-        return answer
+        return self.link.hear()
 
 
 @pytest.fixture
@@ -239,7 +237,7 @@ def test_g18_a_push_that_gives_way_says_so(scene: Scene, monkeypatch: pytest.Mon
     assert wait_until(lambda: len(scene.state.flights.where(lambda f: f.uses(link))) == 1)
     (job,) = scene.state.push_threads._running
     job.cut()
-    while isinstance(answer := scene.link.hear(), m.NeedConnections | m.Heartbeat):
+    while isinstance(answer := scene.link.hear(), m.NeedConnections):
         pass
     assert (answer.id, answer.code) == (1, FULL) and "push it again" in answer.text
     assert wait_until(lambda: not scene.state.push_threads._running)

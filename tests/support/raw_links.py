@@ -8,7 +8,15 @@ from collections.abc import Iterator
 
 from llm_datadist._link.seam import Address
 from llm_datadist._wire.framing import Decoder, encode
-from llm_datadist._wire.messages import PROTOCOL_VERSION, Confirm, Hello, Identity, Message, Welcome
+from llm_datadist._wire.messages import (
+    PROTOCOL_VERSION,
+    Confirm,
+    Heartbeat,
+    Hello,
+    Identity,
+    Message,
+    Welcome,
+)
 
 
 class RawPeer:
@@ -32,7 +40,7 @@ class RawPeer:
             self.sock.sendall(b"".join(bytes(chunk) for chunk in encode(message)))
 
     def hear(self) -> Message | None:
-        """The next message; None at the end of the stream."""
+        """The next message but heartbeats, which come when they will; None at the end of the stream."""
         while not self._frames:
             try:
                 data = self.sock.recv(65536)
@@ -40,7 +48,8 @@ class RawPeer:
                 return None
             if not data:
                 return None
-            self._frames += [frame.message for frame in self._decoder.feed(data)]
+            said = [frame.message for frame in self._decoder.feed(data)]
+            self._frames += [message for message in said if not isinstance(message, Heartbeat)]
         return self._frames.pop(0)
 
     def link(self, target_id: int, cluster_id: int = 9, instance: bytes = b"r" * 16, **options: int) -> None:
