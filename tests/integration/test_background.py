@@ -181,7 +181,7 @@ def test_cancel_stops_a_push(spawn: Spawner) -> None:
 
 
 def test_cancel_of_what_waits_for_its_turn(pair_a: Pair) -> None:
-    pair = pair_a.up(timeout_ms=5000, HeartbeatIntervalMs="20000")
+    pair = pair_a.up(timeout_ms=30_000, HeartbeatIntervalMs="20000")
     pair.source()
     pair.destination()
     pair.p.stop()

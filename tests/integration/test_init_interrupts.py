@@ -15,6 +15,8 @@ from tests.support.world import wait_until
 POOL_NBYTES = 1 << 20
 END_S = 5.0
 STRIDE = 7  # a prime: of what repeats every few steps each is hit in the end
+# What strikes while the interpreter takes a generator down it reports, and goes on.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 SOME = [pytest.param(STRIDE, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 
 

@@ -51,6 +51,8 @@ CALLS: list[Callable[[], Call]] = [
     PullAsync, Push, PushLayers, Copy, Send, Take,
 ]  # fmt: skip
 IN_THE_CALLER: list[object] = [Pull, PullOne, Copy]
+# What strikes while the interpreter takes a generator down it reports, and goes on.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 SOME_OF_THE_ENGINE = [pytest.param(31, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 
 

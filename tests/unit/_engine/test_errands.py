@@ -286,6 +286,7 @@ def test_g3_an_open_desk_outlives_a_thread_that_could_not_be_added(
         begun.append(1)
         return latch.wait(PATIENCE_S)
 
+    assert wait_until(lambda: desk._waiting == module._WAITING, PATIENCE_S)
     blocked = [errand_that(desk, block) for _ in range(module._WAITING - 1)]
     assert wait_until(lambda: len(begun) == len(blocked) and desk._waiting == 1, PATIENCE_S)
     with monkeypatch.context() as short:
