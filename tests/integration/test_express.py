@@ -25,7 +25,7 @@ DOWN = {"LLM_LINK_FAILED", "LLM_NOT_YET_LINK"}
 def warm(pair_of: Callable[[str, str], Pair], request: pytest.FixtureRequest) -> Pair:
     """Linked, the short way counted, and taken once already."""
     pair = pair_of("B", request.param)
-    pair.up()
+    pair.up(timeout_ms=20_000)  # many threads beside other work
     pair.d.call(_count)
     pair.source(shape=SHAPE)
     pair.destination(shape=SHAPE)
