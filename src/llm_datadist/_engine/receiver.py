@@ -202,7 +202,9 @@ class Receiver:
             self._answer(offer, done)
         except LLMException as exc:
             _reply(offer.link, message, exc.status_code, str(exc))
-            offer.link.charge(time.thread_time() - cost)
+            cost = time.thread_time() - cost
+            offer.link.charge(cost)
+            time.sleep(cost)  # a peer whose parts all fail has the GIL half of the time, not all of it
         except Exception as exc:
             text, peer = "part %d of a push by %s failed", describe(offer.link)
             self._say(logging.ERROR, offer.link, text, message.part, peer, exc_info=True)
