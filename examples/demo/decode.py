@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Thread
 
@@ -39,55 +40,52 @@ class Arrived:
     layers_at: list[float] = field(default_factory=list)
 
 
-def main(settings: Settings, start: Message, control: Lines, handoff: Lines) -> None:
+def main(settings: Settings, start: Message, control: Lines, handoff: Lines, end: ExitStack) -> None:
     """Generates one answer."""
-    datadist = make_engine(LLMRole.DECODER, DECODE_ID, settings)
-    try:
-        model, tokenizer = load_model(settings, control)
-        paged, handle = make_cache(model, DECODE_BLOCKS, datadist, DECODE_ID, settings)
-        _link(datadist, *handoff.receive()["address"])
-        if settings.layerwise:
-            kv = _receive_layers(paged, settings.max_tokens, handoff)
-        else:
-            kv = _pull(datadist, handle, paged, settings.max_tokens, handoff)
-        handoff.send({"received": True})
-        (link,) = datadist.links()
-        damage = _flip_one_bit(paged, kv) if settings.corrupt else None
-        digest = kv_digest(paged, kv.blocks)
-        tokens: list[int] = []
-        stream = TextStream(tokenizer)
-        sampler = Sampler(settings.seed)
-        # Damaged KV may overflow: what comes of it is for the check to say, not for a warning of NumPy.
-        with np.errstate(all="ignore" if settings.corrupt else "warn"):
-            for token in decode(
-                model,
-                kv.first_token,
-                kv.prompt_length,
-                paged,
-                kv.table,
-                sampler,
-                settings.max_tokens,
-                tokenizer.end,
-            ):
-                tokens.append(token)
-                control.send({"event": "text", "text": stream.add(token)})
-        report = {
-            "tokens": tokens,
-            "digest": digest,
-            "damage": damage,
-            "blocks": len(kv.blocks),
-            "tensors": len(paged.tensors),
-            "block_nbytes": paged.block_nbytes,
-            "prompt_length": kv.prompt_length,
-            "pull_seconds": kv.pull_seconds,
-            "layers_at": kv.layers_at,
-            "transport": link.transport,
-            "reasons": link.reasons,
-        }
-        datadist.cache_manager.unregister_cache(handle.cache_id)
-        control.send({"event": "report", **report})
-    finally:
-        datadist.finalize()
+    datadist = make_engine(LLMRole.DECODER, DECODE_ID, settings, end)
+    model, tokenizer = load_model(settings, control)
+    paged, handle = make_cache(model, DECODE_BLOCKS, datadist, DECODE_ID, settings)
+    _link(datadist, *handoff.receive()["address"])
+    if settings.layerwise:
+        kv = _receive_layers(paged, settings.max_tokens, handoff)
+    else:
+        kv = _pull(datadist, handle, paged, settings.max_tokens, handoff)
+    handoff.send({"received": True})
+    (link,) = datadist.links()
+    damage = _flip_one_bit(paged, kv) if settings.corrupt else None
+    digest = kv_digest(paged, kv.blocks)
+    tokens: list[int] = []
+    stream = TextStream(tokenizer)
+    sampler = Sampler(settings.seed)
+    # Damaged KV may overflow: what comes of it is for the check to say, not for a warning of NumPy.
+    with np.errstate(all="ignore" if settings.corrupt else "warn"):
+        for token in decode(
+            model,
+            kv.first_token,
+            kv.prompt_length,
+            paged,
+            kv.table,
+            sampler,
+            settings.max_tokens,
+            tokenizer.end,
+        ):
+            tokens.append(token)
+            control.send({"event": "text", "text": stream.add(token)})
+    report = {
+        "tokens": tokens,
+        "digest": digest,
+        "damage": damage,
+        "blocks": len(kv.blocks),
+        "tensors": len(paged.tensors),
+        "block_nbytes": paged.block_nbytes,
+        "prompt_length": kv.prompt_length,
+        "pull_seconds": kv.pull_seconds,
+        "layers_at": kv.layers_at,
+        "transport": link.transport,
+        "reasons": link.reasons,
+    }
+    datadist.cache_manager.unregister_cache(handle.cache_id)
+    control.send({"event": "report", **report})
 
 
 def _link(datadist: LLMDataDist, host: str, port: int) -> None:

@@ -7,9 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from examples.demo.settings import Settings
 
 _ROOT = Path(__file__).parents[2]
 _GRACE = 5.0
+_LAST_WORDS_S = 0.3
 
 
 class DemoError(Exception):
@@ -118,19 +120,24 @@ class Processes:
                 raise DemoError(self._ended_early(child))
             if message is not None:
                 if message["event"] == "failed":
-                    raise DemoError(self._failed(child, message["text"]))
+                    raise DemoError(self._failed(child, message))
                 return child, message
 
-    def _failed(self, child: Child, text: str) -> str:
-        """If the other process was killed, then that is the cause of whatever this one says."""
-        for other in self.children:
+    def _failed(self, child: Child, message: Message) -> str:
+        """The cause: that the other process was killed, or what was said first, as each says it before it ends."""
+        until = time.monotonic() + _LAST_WORDS_S
+        while (left := until - time.monotonic()) > 0:
+            try:
+                other, event = self.events.get(timeout=left)
+            except Empty:
+                break
             if other is not child and other.report is None:
-                try:
-                    if other.process.wait(0.3) != 0:
-                        return self._ended_early(other)
-                except subprocess.TimeoutExpired:
-                    pass
-        return f"{child.name}: {' '.join(text.split())}"
+                if event is None:
+                    return self._ended_early(other)
+                if event["event"] == "failed":
+                    child, message = min((child, message), (other, event), key=lambda told: told[1]["at"])
+                    break
+        return f"{child.name}: {' '.join(message['text'].split())}"
 
     def _ended_early(self, child: Child) -> str:
         try:

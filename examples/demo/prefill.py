@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import Event
 
@@ -51,32 +52,29 @@ class Job:
     sampler: Sampler
 
 
-def main(settings: Settings, start: Message, control: Lines, handoff: Lines) -> None:
+def main(settings: Settings, start: Message, control: Lines, handoff: Lines, end: ExitStack) -> None:
     """Serves one prompt, then computes the same prompt alone, as the driver's reference."""
-    datadist = make_engine(LLMRole.PROMPT, PREFILL_ID, settings, f"127.0.0.1:{settings.port}")
-    try:
-        address = datadist.listen_address
-        handoff.send({"address": address})
-        model, tokenizer = load_model(settings, control)
-        paged, handle = make_cache(model, PREFILL_BLOCKS, datadist, PREFILL_ID, settings)
-        prompt = tokenizer.chat(start["prompt"])
-        job = Job(model, prompt, paged, paged.allocate(len(prompt)), Sampler(settings.seed))
-        computed = ComputedLayers(model.config.layers)
-        if settings.layerwise:
-            _push_layers(job, computed, datadist, handle, settings, handoff)
-        else:
-            first = prefill(model, prompt, paged, job.table, job.sampler, computed.mark)
-            handoff.send({"blocks": job.table, "prompt_length": len(prompt), "first_token": first})
-        handoff.receive()  # decode has the blocks
-        report = {
-            "digest": kv_digest(paged, job.table),
-            "marked_at": computed.marked_at,
-            "reference": _in_one_process(job, settings.max_tokens, tokenizer),
-        }
-        datadist.cache_manager.unregister_cache(handle.cache_id)
-        control.send({"event": "report", **report})
-    finally:
-        datadist.finalize()
+    datadist = make_engine(LLMRole.PROMPT, PREFILL_ID, settings, end, f"127.0.0.1:{settings.port}")
+    address = datadist.listen_address
+    handoff.send({"address": address})
+    model, tokenizer = load_model(settings, control)
+    paged, handle = make_cache(model, PREFILL_BLOCKS, datadist, PREFILL_ID, settings)
+    prompt = tokenizer.chat(start["prompt"])
+    job = Job(model, prompt, paged, paged.allocate(len(prompt)), Sampler(settings.seed))
+    computed = ComputedLayers(model.config.layers)
+    if settings.layerwise:
+        _push_layers(job, computed, datadist, handle, settings, handoff)
+    else:
+        first = prefill(model, prompt, paged, job.table, job.sampler, computed.mark)
+        handoff.send({"blocks": job.table, "prompt_length": len(prompt), "first_token": first})
+    handoff.receive()  # decode has the blocks
+    report = {
+        "digest": kv_digest(paged, job.table),
+        "marked_at": computed.marked_at,
+        "reference": _in_one_process(job, settings.max_tokens, tokenizer),
+    }
+    datadist.cache_manager.unregister_cache(handle.cache_id)
+    control.send({"event": "report", **report})
 
 
 def _push_layers(

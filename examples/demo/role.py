@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Thread
 
@@ -30,7 +31,7 @@ from llm_datadist import (
 
 _PROGRESS_INTERVAL = 0.05
 
-Role = Callable[[Settings, Message, Lines, Lines], None]
+Role = Callable[[Settings, Message, Lines, Lines, ExitStack], None]
 
 
 def run(role: Role) -> None:
@@ -44,15 +45,20 @@ def run(role: Role) -> None:
     # What goes wrong is reported as one line by the driver.
     logging.getLogger("llm_datadist").setLevel(logging.CRITICAL)
     Thread(target=_end_with_driver, args=(control,), daemon=True).start()
-    try:
-        role(Settings(**start.pop("settings")), start, control, handoff)
-    except PeerGoneError:
-        # The other process's end is the cause; the driver names it and ends this one too.
-        Event().wait()
-    except (ModelFileError, LLMException, ValueError) as error:
-        control.send({"event": "failed", "text": str(error)})
-    except Exception as error:
-        control.send({"event": "failed", "text": f"{type(error).__name__}: {error}"})
+    with ExitStack() as end:  # of the engine: after the driver has heard why, before the other role does
+        try:
+            role(Settings(**start.pop("settings")), start, control, handoff, end)
+        except PeerGoneError:
+            # The other process's end is the cause; the driver names it and ends this one too.
+            Event().wait()
+        except (ModelFileError, LLMException, ValueError) as error:
+            _report(control, str(error))
+        except Exception as error:
+            _report(control, f"{type(error).__name__}: {error}")
+
+
+def _report(control: Lines, text: str) -> None:
+    control.send({"event": "failed", "text": text, "at": time.monotonic()})
 
 
 def _end_with_driver(control: Lines) -> None:
@@ -76,8 +82,10 @@ def load_model(settings: Settings, control: Lines) -> tuple[Llama, Tokenizer]:
     return load(Path(settings.model), tell)
 
 
-def make_engine(role: LLMRole, cluster_id: int, settings: Settings, listen: str | None = None) -> LLMDataDist:
-    """An initialised engine in the mode and with the transport that were asked for."""
+def make_engine(
+    role: LLMRole, cluster_id: int, settings: Settings, end: ExitStack, listen: str | None = None
+) -> LLMDataDist:
+    """An initialised engine in the mode and with the transport that were asked for, finalized at the end."""
     config = LLMConfig()
     config.enable_cache_manager = True
     config.enable_remote_cache_accessible = settings.mode == "accessible"
@@ -89,6 +97,7 @@ def make_engine(role: LLMRole, cluster_id: int, settings: Settings, listen: str 
         config.listen_ip_info = listen
     datadist = LLMDataDist(role, cluster_id)
     datadist.init(config.generate_options())
+    end.callback(datadist.finalize)
     return datadist
 
 

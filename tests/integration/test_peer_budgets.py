@@ -17,6 +17,7 @@ from llm_datadist._core.budget import Budget
 from llm_datadist._engine import push_threads
 from llm_datadist._engine.asked import Asked
 from llm_datadist._engine.flights import Flight
+from llm_datadist._engine.received import ReceivedOffer
 from llm_datadist._engine.receiver import Receiver
 from llm_datadist._engine.state import State, peer_of
 from llm_datadist._wire import messages as m
@@ -78,7 +79,11 @@ def test_g17_offers_beyond_what_a_link_may_hold_are_refused(scene: Scene) -> Non
     assert scene.ask(offer(1), part(1), lists=LISTS).code == LLMStatusCode.LLM_PARAM_INVALID, "a bad one"
     answer = scene.ask(offer(2), part(2), lists=LISTS)
     assert answer.code == FULL and "try again" in answer.text
-    refused: Any = peer_of(next(iter(scene.state.by_token.values()))).offers[2]
+    first, refused = map(peer_of(next(iter(scene.state.by_token.values()))).offers.get, (1, 2))
+    assert isinstance(first, ReceivedOffer) and isinstance(refused, ReceivedOffer)
+    assert wait_until(lambda: not first.running and not refused.running), (
+        "an answer comes a moment before its end"
+    )
     assert (len(refused.src_blocks), refused.nbytes, refused.source.token) == (0, 0, b"")
     again = scene.ask(m.EndOffer(offer_id=1), m.EndOffer(offer_id=2), offer(3), part(3), lists=LISTS)
     assert again.code == LLMStatusCode.LLM_PARAM_INVALID, "there is room again"

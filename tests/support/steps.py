@@ -65,7 +65,9 @@ class Steps:
         name = frame.f_code.co_filename
         if not (name.endswith(self._files) if self._files else name.startswith(PACKAGE)):
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if frame.f_trace is None:  # Python 3.13 looks at the one when the other is set
+            frame.f_trace = self._trace
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if what == "call" or (what == "opcode" and self._latest.get(frame, "").startswith(_LOOKS)):
             self._step(frame)
         if what == "opcode":

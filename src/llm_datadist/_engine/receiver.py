@@ -201,10 +201,10 @@ class Receiver:
             done = Done(id=message.id, code=LLMStatusCode.LLM_SUCCESS, nbytes=nbytes)
             self._answer(offer, done)
         except LLMException as exc:
-            _reply(offer.link, message, exc.status_code, str(exc))
             cost = time.thread_time() - cost
             offer.link.charge(cost)
             time.sleep(cost)  # a peer whose parts all fail has the GIL half of the time, not all of it
+            _reply(offer.link, message, exc.status_code, str(exc))
         except Exception as exc:
             text, peer = "part %d of a push by %s failed", describe(offer.link)
             self._say(logging.ERROR, offer.link, text, message.part, peer, exc_info=True)
