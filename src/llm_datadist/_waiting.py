@@ -4,19 +4,94 @@ An exception of a signal handler comes between any two calls of the main thread.
 ``Condition`` are Python: one that comes inside them leaves their lock taken, or lets go of one that is free. A
 plain lock is C: an ``acquire`` has it or has it not, and ``with lock:`` always lets go. So a caller's thread waits
 by ``acquire`` of a lock of its own, which whoever it waits for releases, and holds no other lock meanwhile.
+
+A handler may call us as well, and what it has interrupted may be a call of ours that holds a lock: whoever needs it
+waits for the handler, so the handler must not wait for them. So the locks within which a caller's thread looks for
+signals are guards, whose thread is known.
 """
 
 from __future__ import annotations
 
+import operator
+import sys
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from types import FrameType
+
+from llm_datadist.status import LinkBusyError
 
 # Of one sleep: an interrupt may have kept a thread from waking others, and a signal that comes just before a thread
 # sleeps does not wake it.
 _LONGEST_S = 0.1
+_guards: dict[weakref.ref[object], list[threading.RLock]] = {}  # by owner
+_OURS = str(Path(__file__).parent)
+_is_mine = operator.methodcaller("_is_owned")  # as ``threading.Condition`` asks
+
+
+def guard(owner: object) -> threading.RLock:
+    """A lock within which a caller's thread may be interrupted, as long as ``owner`` lives.
+
+    A handler's call does not wait for it, and finds what it guards as the step before has left it.
+    """
+    lock = threading.RLock()
+    _guards.setdefault(weakref.ref(owner, _guards.pop), []).append(lock)
+    return lock
+
+
+def is_within() -> bool:
+    """Whether this thread holds a guard: then a handler has interrupted its call, and calls us."""
+    if not any(map(_is_mine, _all_guards())):
+        return False
+    if sys.version_info >= (3, 11) or _has_interrupted(sys._getframe(1)):
+        return True
+    _release_left()
+    return False
+
+
+def _all_guards() -> Iterator[threading.RLock]:
+    return chain.from_iterable(list(_guards.values()))
+
+
+def _has_interrupted(frame: FrameType | None) -> bool:
+    """Whether the call of ours to which this frame belongs was made, from code of others, within another one."""
+    ours = True
+    while frame is not None:
+        before, ours = ours, frame.f_code.co_filename.startswith(_OURS)
+        if ours and not before:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _release_left() -> None:
+    """Python 3.10 looks for signals before ``__exit__`` as well: a second one leaves the lock of a ``with`` taken."""
+    for lock in _all_guards():
+        while _is_mine(lock):
+            lock.release()
+
+
+def check_outside(what: str) -> None:
+    """Refuses what a thread that holds a guard must not wait for, or begin.
+
+    Raises:
+        LinkBusyError: It does.
+    """
+    if is_within():
+        raise busy_within(what, "nothing was done; call it again when the handler has returned")
+
+
+def busy_within(what: str, rest: str) -> LinkBusyError:
+    """What a call of a signal handler ends with when nobody can do it meanwhile."""
+    return LinkBusyError(
+        f"{what} was called in a signal handler, which has interrupted this thread in the middle of another call of "
+        f"this library, on which the engine waits: {rest}"
+    )
 
 
 def _taken() -> threading.Lock:
@@ -31,6 +106,36 @@ def _release_all(waiting: deque[threading.Lock]) -> None:
             waiting.popleft().release()
         except IndexError:  # another thread woke the last one
             return
+
+
+class Lasting:
+    """What lasts as long as a call: it is over then, whoever says so or has no chance to.
+
+    A subclass whose ``__init__`` does not call this one sets ``_under_way`` to None.
+    """
+
+    __slots__ = ("_under_way",)
+
+    def __init__(self) -> None:
+        self._under_way: weakref.ref[threading.Lock] | None = None
+
+    def during(self) -> threading.Lock:
+        """Taken by the call from before its first step to after its last.
+
+        Its ``with`` alone holds the lock: of two signals Python 3.10 may run the second before ``__exit__``, and what
+        that leaves taken goes with the frame.
+        """
+        lock = threading.Lock()
+        self._under_way = weakref.ref(lock)
+        return lock
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the call has ended."""
+        if self._under_way is None:
+            return False
+        lock = self._under_way()
+        return lock is None or not lock.locked()
 
 
 class Latch:
@@ -76,7 +181,7 @@ class Changes:
 
     __slots__ = ("_lock", "_longest_s", "_waiting")
 
-    def __init__(self, lock: threading.Lock, longest_s: float = _LONGEST_S) -> None:
+    def __init__(self, lock: threading.Lock | threading.RLock, longest_s: float = _LONGEST_S) -> None:
         self._lock = lock
         self._longest_s = longest_s
         self._waiting: deque[threading.Lock] = deque()

@@ -104,7 +104,7 @@ class TransferTimeoutError(LLMException):
 
 
 class LinkBusyError(LLMException):
-    """LLM_LINK_BUSY: transfers are in flight on the link."""
+    """LLM_LINK_BUSY: transfers are in flight on the link, or the engine waits for the calling signal handler."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text, status_code=LLMStatusCode.LLM_LINK_BUSY)

@@ -1,12 +1,13 @@
 """A background transfer: the side that callers read, and the side that the engine writes.
 
 Invariants: the first answer of a config is final; the task is done exactly when every config has one.
-Threads: every method from any thread. Callbacks, and the engine's cancel hook, run outside the lock in the
-thread that gave the last answer.
+Threads: every method from any thread; what callers' threads do takes no lock. Callbacks, and the engine's cancel
+hook, run outside the lock in the thread that gave the last answer.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -14,7 +15,7 @@ from threading import Lock
 from typing import Any
 
 from llm_datadist._logs import get_logger
-from llm_datadist._waiting import Latch
+from llm_datadist._waiting import Latch, check_outside
 from llm_datadist.checks import check_int32
 from llm_datadist.status import LLMStatusCode, ParamInvalidError, TransferTimeoutError, error_of
 
@@ -57,7 +58,7 @@ class CacheTask:
         self._left = count
         self._cancelled = False
         self._on_cancel = on_cancel
-        self._callbacks: list[Callable[[CacheTask], object]] = []
+        self._callbacks: deque[Callable[[CacheTask], object]] = deque()
         self._fate = Fate()
         self._on_failure: Callable[[], None] = _nothing
 
@@ -70,6 +71,9 @@ class CacheTask:
         Returns:
             The first code, in the order of the configs, that is not success; LLM_SUCCESS when there is
             none; LLM_TIMEOUT while the task still runs.
+
+        Raises:
+            LinkBusyError: Called in a signal handler for which the engine waits.
         """
         if not self._wait(timeout_in_millis):
             return LLMStatusCode.LLM_TIMEOUT
@@ -84,11 +88,10 @@ class CacheTask:
         """
         if self._wait(timeout_in_millis):
             self._fate.asked = True
-        with self._lock:
-            return [
-                LLMStatusCode.LLM_TIMEOUT if code is None and begun else code
-                for code, begun in zip(self._codes, self._begun, strict=True)
-            ]
+        return [
+            LLMStatusCode.LLM_TIMEOUT if code is None and begun else code
+            for code, begun in zip(list(self._codes), self._begun, strict=True)
+        ]
 
     def exception(self, timeout_in_millis: int | None = None) -> BaseException | None:
         """Waits like :meth:`synchronize`.
@@ -139,11 +142,10 @@ class CacheTask:
         """Calls ``fn(task)`` once when the task is done; at once if it is. What ``fn`` raises is logged."""
         if not callable(fn):
             raise TypeError(f"fn must be callable, not {type(fn).__name__}")
-        with self._lock:
-            if self._left:
-                self._callbacks.append(fn)
-                return
-        self._run([fn])
+        # Noted, then it is looked at; ``_end`` does both the other way round, so that one of the two sees the other.
+        self._callbacks.append(fn)
+        if not self._left:
+            self._run(self._take_callbacks())
 
     def __await__(self) -> Generator[Any, None, LLMStatusCode]:
         """``await task`` gives what ``synchronize()`` returns; cancelling the wait leaves the task alone."""
@@ -174,6 +176,8 @@ class CacheTask:
             seconds = check_int32("timeout_in_millis", timeout_in_millis) / 1000
             if seconds < 0:
                 raise ParamInvalidError(f"timeout_in_millis is {timeout_in_millis}; it must not be negative")
+        if not self._ended.is_open and seconds != 0:
+            check_outside("waiting for a transfer")
         return self._ended.wait(seconds)
 
     def _ask(self) -> tuple[LLMStatusCode, BaseException | None]:
@@ -182,16 +186,15 @@ class CacheTask:
         return self._outcome()
 
     def _outcome(self) -> tuple[LLMStatusCode, BaseException | None]:
-        """Code and error of a task that is done."""
-        with self._lock:
-            for i, code in enumerate(self._codes):
-                if code is not None and code != LLMStatusCode.LLM_SUCCESS:
-                    if self._cancelled:
-                        error = CancelledError("cancelled by the caller")
-                        error.__cause__ = self._errors[i]
-                        return code, error
-                    return code, self._errors[i] or error_of(code, f"transfer config {i} ended with {code}")
-            return LLMStatusCode.LLM_SUCCESS, None
+        """Code and error of a task that is done: they stay."""
+        for i, code in enumerate(self._codes):
+            if code is not None and code != LLMStatusCode.LLM_SUCCESS:
+                if self._cancelled:
+                    error = CancelledError("cancelled by the caller")
+                    error.__cause__ = self._errors[i]
+                    return code, error
+                return code, self._errors[i] or error_of(code, f"transfer config {i} ended with {code}")
+        return LLMStatusCode.LLM_SUCCESS, None
 
     def _begin(self, i: int) -> None:
         with self._lock:
@@ -216,9 +219,16 @@ class CacheTask:
     def _end(self) -> list[Callable[[CacheTask], object]]:
         """Marks the task done (under the lock); returns the callbacks to run outside it."""
         self._left = 0
-        callbacks, self._callbacks = self._callbacks, []
+        callbacks = self._take_callbacks()
         self._ended.open()
         return callbacks
+
+    def _take_callbacks(self) -> list[Callable[[CacheTask], object]]:
+        taken: list[Callable[[CacheTask], object]] = []
+        with suppress(IndexError):  # another thread has taken the last one
+            while self._callbacks:
+                taken.append(self._callbacks.popleft())
+        return taken
 
     def _run(self, callbacks: list[Callable[[CacheTask], object]]) -> None:
         for fn in callbacks:

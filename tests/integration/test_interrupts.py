@@ -43,7 +43,7 @@ from tests.support.interrupted import (
 )  # fmt: skip
 from tests.support.memory import FILL
 from tests.support.pair import SUCCESS
-from tests.support.steps import Steps
+from tests.support.steps import Steps, signals_elsewhere, two_signals
 from tests.support.world import wait_until
 
 CALLS: list[Callable[[], Call]] = [
@@ -109,6 +109,29 @@ def test_g12_two_interrupts_leave_nothing(
         return steps.where if struck else None
 
     assert strike_all(two, make(), stride, strike) > 20
+
+
+# One that strikes a callback of a weak reference, as of ``threading``, is lost.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("stride", SOME)
+@pytest.mark.parametrize("make", CALLS, ids=lambda c: c.__name__)
+def test_g12_two_signals_at_once_leave_nothing(
+    two: Two, make: Callable[[], Call], stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one strikes as soon as the version looks for signals: 3.10 does before the first step of a handler."""
+    skip_in_a(two, make)
+    handed_in = HandedIn(two.state.desk, monkeypatch)
+
+    def strike(number: int, call: Callable[[], None]) -> object:
+        steps = Steps(number, strike=two_signals)
+        # The second one may strike as late as in the first ``suppress``.
+        with contextlib.suppress(KeyboardInterrupt), contextlib.suppress(KeyboardInterrupt):
+            steps.run(call)
+        assert wait_until(handed_in.is_done, END_S)
+        return steps.where or None
+
+    with signals_elsewhere():
+        assert strike_all(two, make(), stride, strike) > 20
 
 
 def interrupt_main() -> None:

@@ -20,6 +20,7 @@ from llm_datadist import (
     Placement,
 )
 from llm_datadist._engine.flights import Flight
+from llm_datadist._waiting import is_within
 from tests.support import allocated
 from tests.support.engines import Engines, Layers, unlink
 from tests.support.memory import FILL
@@ -62,7 +63,8 @@ class Two(Engines):
             state = engine._engine._state  # type: ignore[union-attr]
             assert wait_until(lambda: not state.flights.where(lambda f: True), END_S), where  # noqa: B023
             assert wait_until(lambda: not state.leases.all(), END_S), where  # noqa: B023
-            assert not state.lock.locked() or wait_until(lambda: not state.lock.locked(), END_S), where  # noqa: B023
+            assert not is_within() and state.lock.acquire(timeout=END_S), where
+            state.lock.release()
             registry = state.registry
             assert set(registry._bound) == set(registry._words), where
             assert all(registry.find(name) for name in list(registry._bound)), where
@@ -216,15 +218,11 @@ class Unlink(Call):
 class UnlinkBusy(Call):
     """A transfer goes on for longer than it waits: the link is as it was."""
 
-    def prepare(self, two: Two) -> None:
-        self._flight = Flight(two.state.links.get(1), ())
-
     def make(self, two: Two) -> object:
-        two.state.flights._all.add(self._flight)
-        try:
+        flight = Flight(two.state.links.get(1), ())
+        with flight.during():
+            two.state.flights._all.add(flight)
             return unlink(two.reader, 1, 20)
-        finally:
-            two.state.flights._all.discard(self._flight)
 
     def done(self, two: Two, result: object) -> None:
         assert result == LLMStatusCode.LLM_LINK_BUSY

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from llm_datadist.status import (
+    LinkBusyError,
     LinkFailedError,
     LLMException,
     LLMStatusCode,
@@ -19,6 +20,7 @@ from llm_datadist.status import (
 )
 from llm_datadist.tasks import CacheTask, TaskBook
 from llm_datadist.testing.stopwatch import Stopwatch
+from tests.support.within import REFUSED, within
 
 OK, FAILED, TIMEOUT = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_FAILED, LLMStatusCode.LLM_TIMEOUT
 LINK = LLMStatusCode.LLM_LINK_FAILED
@@ -295,3 +297,30 @@ def test_repr_says_how_far() -> None:
     assert repr(book.task) == "<CacheTask 1 of 2 unfinished>"
     book.finish(1, OK)
     assert repr(book.task) == "<CacheTask LLMStatusCode.LLM_SUCCESS>"
+
+
+def test_g12_nobody_waits_for_a_task_for_whom_the_engine_waits() -> None:
+    book = TaskBook(1, nothing)
+    task = book.task
+    with within():
+        for wait in (task.synchronize, task.get_results, task.exception):
+            with pytest.raises(LinkBusyError, match=f"waiting for a transfer was called {REFUSED}"):
+                wait()
+        assert task.synchronize(0) == TIMEOUT
+        book.finish(0, OK)
+        assert task.synchronize() == OK and task.get_results() == [OK]
+
+
+def test_g12_no_lock_is_taken_where_a_caller_looks() -> None:
+    """A signal handler may have interrupted a thread that holds it."""
+    book = TaskBook(2, nothing)
+    seen: list[str] = []
+    with book.task._lock:
+        book.task.add_done_callback(lambda task: seen.append("before"))
+        assert book.task.get_results(0) == [None, None]
+    book.finish(0, OK)
+    book.finish(1, FAILED)
+    with book.task._lock:
+        book.task.add_done_callback(lambda task: seen.append("after"))
+        assert book.task.synchronize() == FAILED and book.task.exception() is not None
+    assert seen == ["before", "after"]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 
+import pytest
+
 from llm_datadist import _waiting
-from llm_datadist._waiting import Changes, Latch
+from llm_datadist._waiting import Changes, Latch, check_outside, guard, is_within
+from llm_datadist.status import LinkBusyError
 from llm_datadist.testing.stopwatch import Stopwatch
+from tests.support.within import REFUSED, Owner, within
 from tests.support.world import wait_until
 
 PATIENCE_S = 10.0
@@ -116,3 +121,42 @@ def test_a_ticket_is_for_the_next_change_after_it_was_taken() -> None:
     watch = Stopwatch()
     ticket.sleep(PATIENCE_S)  # outside the lock: it is over already
     assert watch.within(_waiting._LONGEST_S / 2)
+
+
+# ---- guards ------------------------------------------------------------------------------------------
+
+
+def test_a_guard_is_known_by_the_thread_that_holds_it() -> None:
+    seen = list[bool]()
+    with within():
+        assert is_within()
+        started(lambda: seen.append(is_within())).join(PATIENCE_S)
+        with pytest.raises(LinkBusyError, match=f"a pull was called {REFUSED}.*call it again when"):
+            check_outside("a pull")
+    assert seen == [False] and not is_within()
+    check_outside("a pull")
+
+
+def test_a_guard_goes_with_its_owner() -> None:
+    owner = Owner()
+    before = len(_waiting._guards)
+    first, second = guard(owner), guard(owner)
+    assert len(_waiting._guards) == before + 1
+    with second:
+        assert first.acquire(timeout=0)  # it is another one
+        first.release()
+    del owner
+    assert len(_waiting._guards) == before
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 11), reason="newer versions leave no lock of a ``with`` taken")
+def test_g12_a_guard_that_no_call_holds_any_more_is_let_go() -> None:
+    """Of two signals 3.10 runs the second before ``__exit__``."""
+    owner = Owner()
+    lock = guard(owner)
+    lock.acquire()
+    lock.acquire()
+    assert not is_within()
+    free = list[bool]()
+    started(lambda: free.append(lock.acquire(timeout=PATIENCE_S))).join(PATIENCE_S)
+    assert free == [True]

@@ -305,14 +305,13 @@ class Catalog:
     # ---- what there is ---------------------------------------------------------------------------------------
 
     def infos(self) -> list[CacheInfo]:
-        """All caches, in order of their ids."""
-        state = self._state
+        """All caches, in order of their ids. Changes nothing: it is done in the caller's thread."""
+        state, now = self._state, time.monotonic()
         with state.lock:
             state.check_open()
-            state.leases.expire(time.monotonic())
-            return [self._info(record) for record in state.registry.records()]
+            return [self._info(record, now) for record in state.registry.records()]
 
-    def _info(self, record: Record) -> CacheInfo:
+    def _info(self, record: Record, now: float) -> CacheInfo:
         state = self._state
         return CacheInfo(
             cache_id=record.cache_id,
@@ -321,7 +320,7 @@ class Catalog:
             keys=tuple(key_of(name, state.cluster_id) for name, _ in state.registry.names_of(record)),
             remote_accessible=record.remote_accessible,
             allocated=state.pools.has(record.cache_id),
-            leases=len(state.leases.of_cache(record.cache_id)),
+            leases=sum(lease.expires_at > now for lease in state.leases.of_cache(record.cache_id)),
         )
 
     # ---- mode B: what peers know ------------------------------------------------------------------------

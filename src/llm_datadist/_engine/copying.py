@@ -25,6 +25,7 @@ from llm_datadist._engine.destinations import check_writable
 from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.mapped import checked_addresses
 from llm_datadist._engine.state import State
+from llm_datadist._waiting import check_outside
 from llm_datadist.caches import Cache
 from llm_datadist.status import LLMException, LLMStatusCode, ParamInvalidError
 from llm_datadist.transports.local_read import LocalRead, OwnProcess
@@ -51,7 +52,9 @@ class Copier:
             CacheNotExistError: A cache is not registered (any more).
             ParamInvalidError: A rule about kinds, indices, sizes or placements; memory that cannot be written.
             LLMException: LLM_FAILED, memory that cannot be read.
+            LinkBusyError: The engine waits for this thread, which a signal handler has interrupted.
         """
+        check_outside("a copy")
         match request:
             case CopyBlocks():
                 self._copy_blocks(request)

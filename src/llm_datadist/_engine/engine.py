@@ -291,8 +291,9 @@ class Engine:
 
     def notifies(self) -> Errand[list[Notify]]:
         """See ``Notifications.take``. Mostly there are none, which whoever asks sees at once."""
-        here = self._notifications.none_came
-        return Errand("get_notifies", self._state.desk, self._notifications.take, here=here)
+        if self._notifications.none_came:
+            return Errand("get_notifies", self._state.desk, self._notifications.take_none, here=True)
+        return self.errand("get_notifies", self._notifications.take)
 
     def push_layers(self, request: PushLayers) -> Errand[CacheTask]:
         """See ``LayerPusher.push_layers``."""

@@ -26,7 +26,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 from llm_datadist._logs import get_logger
 from llm_datadist._shortages import no_thread, start_thread
-from llm_datadist._waiting import Latch
+from llm_datadist._waiting import Latch, busy_within, is_within
 from llm_datadist.status import EngineFinalizedError, LLMException, LLMStatusCode, OutOfMemoryError
 
 E = TypeVar("E")
@@ -114,7 +114,10 @@ class Errand(Generic[T]):
 
         Raises:
             OutOfMemoryError: There is no thread for it. Nothing was done.
+            LinkBusyError: The engine waits for this thread, which a signal handler has interrupted.
         """
+        if not self.here and is_within():
+            self._refuse_within()
         self._desk.hand_in(self)
         if not self._answered.wait(self._limit_s) and self._late is not None:
             self._limit_s = 0.0
@@ -128,6 +131,14 @@ class Errand(Generic[T]):
                 error = None  # its traceback leads to this frame
         return self._results[0]
 
+    def _refuse_within(self) -> None:
+        """What has a limit is as when that is over: it goes on."""
+        if self._late is None:
+            raise busy_within(self.name, "nothing was done; call it again when the handler has returned")
+        self._desk.hand_in(self)
+        self._limit_s = 0.0
+        raise busy_within(self.name, "it goes on when the handler has returned")
+
     def _see_off(self) -> None:
         """Threads of its own are to be gone when the call has ended."""
         patience = time.monotonic() + _LAST_STEPS_S
@@ -138,8 +149,8 @@ class Errand(Generic[T]):
     def settle(self) -> None:
         """The caller will not get the result: cuts, and waits until what was done is undone."""
         self.dropped = True
-        if _taken_from(self._job) is not None:
-            return  # nobody has begun, and nobody will
+        if self._limit_s != 0.0 and _taken_from(self._job) is not None:
+            return  # nobody has begun, and nobody will; what is late goes on
         self._desk.hand_in(Errand(self.name, self._desk, lambda _: self._cut(), or_here=True))
         if self._ended.wait(self._limit_s) and self._undo:
             Errand(self.name, self._desk, lambda _: self._take_back()).run()
@@ -358,12 +369,18 @@ def handed_in(method: Callable[P, Errand[T]]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         errand = method(*args, **kwargs)
         try:
-            result = errand.run()
-            errand.kept = True  # nothing between this and the return looks for signals
-            return result
+            try:
+                result = errand.run()
+                errand.kept = True  # nothing between this and the return looks for signals
+                return result
+            finally:
+                # Nor does anything before this: whatever breaks the rest, its thread sees it. Python 3.10 looks for
+                # signals before the first step of a handler, but not if that begins a ``try``.
+                try:
+                    errand.dropped = not errand.kept
+                finally:
+                    pass
         except BaseException:
-            # Nor does anything before this: whatever breaks the rest, its thread sees it.
-            errand.dropped = True
             errand.settle()
             raise
 

@@ -15,16 +15,15 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from llm_datadist._link.link import Link
-from llm_datadist._waiting import Changes
+from llm_datadist._waiting import Changes, Lasting
 from llm_datadist.status import LLMException
 
 T = TypeVar("T")
 LAST_BYTES_S = 5.0  # after a cut: a mover finishes at most one call of 16 MiB
-_TRIES = (1,) * 10  # of a settling: interrupts come one after another, and it takes some microseconds
 _CUTTING = threading.Lock()  # so that the first of two cuts decides
 
 
-class Flight:
+class Flight(Lasting):
     """One transfer, or a copy within this process (no link).
 
     Attributes:
@@ -37,7 +36,6 @@ class Flight:
         "_cancel",
         "_link",
         "_owed",
-        "_under_way",
         "cache_ids",
         "error",
         "reads",
@@ -51,7 +49,7 @@ class Flight:
         self.serving = serving
         self.thread: int | None = None
         self.reads = 0
-        self._under_way: threading.Lock | None = None  # taken as long as its call goes on
+        self._under_way = None
         self.error: LLMException | None = None
         self._cancel: Callable[[str], None] | None = None
         self._owed: tuple[Callable[[], None], ...] = ()
@@ -62,16 +60,6 @@ class Flight:
         if self._link is None:
             raise ValueError("a copy within this process has no link")
         return self._link
-
-    def during(self) -> threading.Lock:
-        """Taken by its call from before its beginning to its end; then it is over, whoever says so or does not."""
-        self._under_way = lock = threading.Lock()
-        return lock
-
-    @property
-    def is_over(self) -> bool:
-        """Whether its call has ended."""
-        return self._under_way is not None and not self._under_way.locked()
 
     @property
     def has_link(self) -> bool:
@@ -143,21 +131,22 @@ class Flights:
         They may keep ``end`` from running, but not a plain lock from being let go of.
         """
         with flight.during():
-            raised: BaseException | None = None
             try:
                 result = body()
             finally:
+                # Once more where that was interrupted, as by a second Ctrl-C, and a third. In no loop and no function
+                # of its own: where they begin and go round, signals are looked for as well.
                 try:
-                    for _ in _TRIES:  # once more where that was interrupted, as by a second Ctrl-C
+                    try:
                         try:
                             flight.settle()
-                            break
-                        except BaseException as exc:
-                            raised = exc
-                    if raised is not None:
-                        raise raised
+                        except BaseException:
+                            flight.settle()
+                            raise
+                    except BaseException:
+                        flight.settle()
+                        raise
                 finally:
-                    raised = None  # its traceback leads to this frame
                     self.end(flight)
             return result
 

@@ -26,6 +26,7 @@ from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.obligations import Ending, LeaseHold
 from llm_datadist._engine.state import State, peer_of
 from llm_datadist._link.link import Link, LinkLost, NoAnswer, Pending
+from llm_datadist._waiting import check_outside
 from llm_datadist._wire.framing import Frame, ProtocolError
 from llm_datadist._wire.messages import CacheEntry, Done, Finish, Found, Grant, Lookup, Resolve
 from llm_datadist.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
@@ -69,7 +70,9 @@ class Initiator:
             TransferTimeoutError: LLM_WAIT_PROCESS_TIMEOUT.
             LLMException: LLM_FAILED, the peer's memory cannot be read.
             OutOfMemoryError: The data is complete, but the peer has no room for the notification; no key is released.
+            LinkBusyError: The engine waits for this thread, which a signal handler has interrupted.
         """
+        check_outside("a pull")
         record = self.check(request)
         flight = Flight(None, (record.cache_id,))
 

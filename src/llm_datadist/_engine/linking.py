@@ -26,6 +26,7 @@ from llm_datadist._link.link import Link, LinkLost, NoAnswer
 from llm_datadist._link.seam import Address, Target
 from llm_datadist._logs import get_logger
 from llm_datadist._shortages import start_thread
+from llm_datadist._waiting import check_outside
 from llm_datadist._wire.messages import Done, Unlink
 from llm_datadist.clusters import LinkInfo
 from llm_datadist.status import (
@@ -89,7 +90,9 @@ class Linking:
             NotLinkedError: No link.
             LinkFailedError: It went down.
             TransferTimeoutError: LLM_TIMEOUT.
+            LinkBusyError: The engine waits for this thread, which a signal handler has interrupted.
         """
+        check_outside("check_link_status")
         state = self._state
         started = time.monotonic()
         link = state.link_to(cluster_id)

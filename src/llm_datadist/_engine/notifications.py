@@ -36,6 +36,11 @@ class Notifications:
         """Whether there is nothing to take."""
         return self._queue.is_empty and not self._endings.pending
 
+    def take_none(self, call: Call) -> list[Notify]:
+        """Changes nothing, so any thread may do it, whatever it holds."""
+        self._state.check_open()
+        return []
+
     def take(self, call: Call) -> list[Notify]:
         """Empties the queue, which has it all again if the caller is interrupted."""
         state = self._state

@@ -20,6 +20,7 @@ from llm_datadist._engine.flights import Flight
 from llm_datadist._engine.routes import ShortWay
 from llm_datadist._engine.state import Peer
 from llm_datadist._engine.ways import way_for
+from llm_datadist._waiting import is_within
 from llm_datadist.transports.seam import Fault, OneSidedChannel, Rows, RowsChannel, Units, UnitsChannel
 
 
@@ -51,6 +52,14 @@ class ByAddress(msgspec.Struct, frozen=True, eq=False):
         return found == value
 
 
+class ByLocking(ByAddress, frozen=True, eq=False):
+    """The same, where threads that read take turns."""
+
+    def move(self, flight: Flight, src: int, dst: int, deadline: float) -> bool:
+        """See ``ShortWay``."""
+        return not is_within() and super().move(flight, src, dst, deadline)
+
+
 class ByAsking(msgspec.Struct, frozen=True, eq=False):
     """Where the owner sends the block."""
 
@@ -59,7 +68,8 @@ class ByAsking(msgspec.Struct, frozen=True, eq=False):
 
     def move(self, flight: Flight, src: int, dst: int, deadline: float) -> bool:
         """See ``ShortWay``."""
-        return self.units.read(src, dst * self.stride_nbytes, deadline=deadline, on_cut=flight.on_cut)
+        here = dst * self.stride_nbytes
+        return not is_within() and self.units.read(src, here, deadline=deadline, on_cut=flight.on_cut)
 
 
 def short_way(peer: Peer, found: Found, record: Record) -> ShortWay | None:
@@ -75,7 +85,8 @@ def short_way(peer: Peer, found: Found, record: Record) -> ShortWay | None:
         return None
     channel = cast(RowsChannel, way.channel)
     rows = channel.rows(source, destination, here.stride_nbytes)
-    return None if rows is None else ByAddress(peer, channel, rows, found.word, here.stride_nbytes)
+    kind = ByLocking if way.caps.needs_registration else ByAddress
+    return None if rows is None else kind(peer, channel, rows, found.word, here.stride_nbytes)
 
 
 def _by_asking(peer: Peer, found: Found, record: Record) -> ByAsking | None:

@@ -11,7 +11,7 @@ import math
 import secrets
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -34,7 +34,7 @@ from llm_datadist._engine.ways import Way
 from llm_datadist._engine.workers import Workers
 from llm_datadist._link.link import Link, LinkLost
 from llm_datadist._link.service import LinkService
-from llm_datadist._waiting import Changes
+from llm_datadist._waiting import Changes, guard
 from llm_datadist._wire.framing import Buffer, ProtocolError
 from llm_datadist._wire.messages import CacheEntry, Message
 from llm_datadist.caches import Cache
@@ -76,7 +76,8 @@ class Peer:
     only_way: Way | None = None
     _counting: threading.Lock = field(default_factory=threading.Lock)
     _bytes_in: int = 0
-    _come: deque[int] = field(default_factory=deque)  # and not added yet
+    _added: int = 0  # how often what has come was
+    _come: list[int] = field(default_factory=list)  # and not added yet
 
     def count_in(self, nbytes: int) -> None:
         """Bytes that we have read of the peer. From any thread: two transfers may end at once."""
@@ -87,13 +88,18 @@ class Peer:
     @property
     def bytes_in(self) -> int:
         """Bytes that we have read of the peer."""
-        return self._add_up()
+        with self._counting:  # nothing in here looks for signals
+            before, come = self._bytes_in, [*self._come]
+        return before + sum(come)
 
-    def _add_up(self) -> int:
-        with self._counting:
-            while self._come:
-                self._bytes_in += self._come.popleft()
-            return self._bytes_in
+    def _add_up(self) -> None:
+        added, come = self._added, [*self._come]
+        nbytes, count = sum(come), len(come)
+        with self._counting:  # nothing in here looks for signals: a branch might
+            is_first = self._added == added  # else another thread has added these
+            self._bytes_in += nbytes * is_first
+            del self._come[: count * is_first]
+            self._added += is_first
 
     def count_part(self, change: int) -> int:
         """One more or less of them; how many there are now."""
@@ -163,7 +169,7 @@ class State:
         self.options = options
         self.accessible = options.accessible
         self.caps = caps
-        self.lock = threading.Lock()
+        self.lock = guard(self)
         self.condition = Changes(self.lock)  # to wait for a change of what it guards
         self.slab = Slab()
         self.writability = Writability()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -25,6 +24,7 @@ from llm_datadist._link.loop import ControlLoop, TimerHandle
 from llm_datadist._link.outbox import Outbox
 from llm_datadist._link.seam import Address, ConnectionOwner, SocketCalls
 from llm_datadist._shortages import is_of_system
+from llm_datadist._waiting import guard
 from llm_datadist._wire.framing import Buffer, ProtocolError
 from llm_datadist._wire.proofs import Ends, end_of
 from llm_datadist._wire.session import Closed, ConfirmIn, Event, HelloIn, Session, State, WelcomeIn
@@ -86,7 +86,7 @@ class Connection:
         self._calls = calls
         self._owner = owner
         self._mark_dirty = mark_dirty
-        self._lock = threading.Lock()
+        self._lock = guard(self)
         self.outbox = Outbox(lambda: owner.waiting_nbytes(lambda conn: conn.outbox.about))
         self.inbox = Inbox(
             session, self.outbox, lambda number: self.link is None or self.link.expects(number)

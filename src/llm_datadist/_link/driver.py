@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import logging
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -68,8 +67,7 @@ class LinkDriver:
         self._work: deque[t.Action] = deque()
         self._working = False
         self._dirty: deque[Connection] = deque()
-        self._lock = threading.Lock()
-        self._up: dict[int, Link] = {}
+        self._up: dict[int, Link] = {}  # each change of it is one step, and a copy is looked at
 
     # ---- any thread --------------------------------------------------------------------------------
 
@@ -79,8 +77,8 @@ class LinkDriver:
 
     def links(self) -> list[Link]:
         """All links, up or silent, by cluster id."""
-        with self._lock:
-            return [self._up[cluster_id] for cluster_id in sorted(self._up)]
+        up = dict(self._up)
+        return [up[cluster_id] for cluster_id in sorted(up)]
 
     # ---- from the service --------------------------------------------------------------------------
 
@@ -282,9 +280,8 @@ class LinkDriver:
         return sum(map(of, list(self._conns.values())))
 
     def _take_down(self, link: Link, reason: str, cause: BaseException | None) -> None:
-        with self._lock:
-            if self._up.get(link.cluster_id) is link:
-                del self._up[link.cluster_id]
+        if self._up.get(link.cluster_id) is link:
+            del self._up[link.cluster_id]
         if link.set_down(reason, cause):
             text = "link to cluster %d at %s is down: %s"
             self.log.say(logging.INFO, link.address, text, link.cluster_id, link.address, reason)
@@ -373,8 +370,7 @@ class LinkDriver:
             conn.close("an internal error of this side")
             return
         if not hidden and not conn.closed:
-            with self._lock:
-                self._up[link.cluster_id] = link
+            self._up[link.cluster_id] = link
             self.dials.errors.pop(link.cluster_id, None)
             told = f", which listens at {peer.listens_at[:300]!r}," if peer.listens_at else ""
             text = "link to cluster %d at %s%s is up"

@@ -23,6 +23,7 @@ from collections.abc import Callable
 
 from llm_datadist._logs import get_logger
 from llm_datadist._shortages import start_thread
+from llm_datadist._waiting import guard
 
 LATE_S = 0.25  # a turn that comes later than this was held up: by a stop, by the GIL, by the machine
 ERROR_PAUSE_S = 0.05  # for a socket whose callback failed, and for a selector, so that a fault is not a spin
@@ -70,7 +71,7 @@ class ControlLoop:
     def __init__(self, name: str) -> None:
         self._selector: selectors.BaseSelector
         self._wake_fd = -1
-        self._lock = threading.Lock()
+        self._lock = guard(self)
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, TimerHandle]] = []
         self._order = itertools.count()

@@ -16,7 +16,7 @@ import time
 import weakref
 
 from llm_datadist._core.segments import U64, Extents, Segments
-from llm_datadist._waiting import Changes
+from llm_datadist._waiting import Changes, guard
 from llm_datadist.transports import _libc
 from llm_datadist.transports.movers import Movers
 from llm_datadist.transports.seam import Fault, FaultKind, Progress
@@ -47,16 +47,19 @@ class Owner:
 
     def keep(self, user: object) -> bool:
         """Everything stays in place while ``user`` lives, or until ``let_go``; False when the channel is closed."""
-        with self._lock:
-            if not self._closed:
-                self._users.add(weakref.ref(user))
-            return not self._closed
+        # Entered, then it is looked at; ``close`` does both the other way round, so that one of the two sees the other.
+        self._users.add(weakref.ref(user))
+        if self._closed:
+            self.let_go(user)
+            return False
+        return True
 
     def let_go(self, user: object) -> None:
         """The end of a ``keep``. Idempotent."""
-        with self._lock:
-            self._users.discard(weakref.ref(user))
-            self._free_unused()
+        self._users.discard(weakref.ref(user))
+        if self._closed:
+            with self._lock:
+                self._free_unused()
 
     def close(self) -> None:
         """Stops what runs; what is held goes with its last holder. Idempotent."""
@@ -77,7 +80,7 @@ class Owner:
         raise NotImplementedError
 
     def _free_unused(self) -> None:
-        if self._closed and not any(user() is not None for user in self._users):
+        if self._closed and not any(user() is not None for user in list(self._users)):
             self._free()
 
 
@@ -112,7 +115,7 @@ class Crew:
     """Who is moving bytes of one read besides its caller."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = guard(self)
         self._changes = Changes(self._lock)
         self._inside = 0
         self._dismissed = False
@@ -289,7 +292,7 @@ class OneSidedRead:
     def _move_together(self, nbytes: int, helpers: int) -> int:
         """The caller and so many threads, if they are free; returns the bytes that all of them moved."""
         self._crew = Crew()
-        self._lock = threading.Lock()
+        self._lock = guard(self._crew)
         self._cursor = self._done = 0
         self._share = helpers + 1
         try:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llm_datadist._shortages import is_shortage, start_thread
-from llm_datadist._waiting import Changes
+from llm_datadist._waiting import Changes, guard
 from llm_datadist.status import OutOfMemoryError
 from llm_datadist.transports._waits import Waits
 
@@ -87,7 +87,7 @@ class Movers:
         self.elsewhere: Elsewhere = _here
         self.waits = Waits()
         self._jobs: deque[Job] = deque()
-        self._lock = threading.Lock()
+        self._lock = guard(self)
         self._changes = Changes(self._lock, _IDLE_S)
         self._threads: list[threading.Thread] = []
         self._closed = False

@@ -8,7 +8,6 @@ Threads: any. ``close`` never waits for the lock that the making of a session ho
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from llm_datadist._core import limits
 from llm_datadist._core.segments import U64, Extents, Segments
+from llm_datadist._waiting import guard
 from llm_datadist._wire.proofs import PROOF_NBYTES
 from llm_datadist.transports import _libc
 from llm_datadist.transports._nixl import Agent, NixlLost, NixlRefused
@@ -71,10 +71,10 @@ class NixlChannel:
         self.closed = False
         self.proven = False
         self._scratch = Scratch()
-        self._making = threading.Lock()
+        self._making = guard(self)
         self._session: Session | None = None
         self._sessions: list[Session] = []  # those that are not destroyed
-        self._admitting = threading.Lock()
+        self._admitting = guard(self)
         self._number = 0
         always = source_of(b"", endpoint.agent, "host", endpoint.rows, endpoint.metadata, ALWAYS)
         if isinstance(always, str):

@@ -12,7 +12,6 @@ Threads: any; calls of the agent are made one at a time (faster than NIXL's own 
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ import numpy as np
 
 from llm_datadist._core import limits
 from llm_datadist._core.segments import U64
-from llm_datadist._waiting import Latch
+from llm_datadist._waiting import Latch, guard
 from llm_datadist.transports._nixl import Agent, NixlLost, NixlRefused
 from llm_datadist.transports.nixl_ranges import Ranges, none
 from llm_datadist.transports.nixl_use import Use, used
@@ -73,8 +72,8 @@ class Session:
         self.peer = peer
         self._first = first
         self._scratch = scratch
-        self._calls = threading.Lock()
-        self._lock = threading.RLock()
+        self._calls = guard(self)
+        self._lock = guard(self)
         self._users: set[Use] = set()
         self._open = True
         self._ended: list[int] | None = None
@@ -151,11 +150,11 @@ class Session:
 
     def _look_after_users(self) -> None:
         """The caller holds the lock."""
-        if not all([use.during.locked() for use in self._users.copy()]):
+        if any([use.is_over for use in self._users.copy()]):
             self.doomed, self._open = True, False
 
     def _has_users(self) -> bool:
-        return any([use.during.locked() for use in self._users.copy()])
+        return any([not use.is_over for use in self._users.copy()])
 
     def _destroy_unused(self) -> None:
         with self._lock:

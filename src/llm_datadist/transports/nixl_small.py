@@ -31,7 +31,7 @@ class Scratch:
         while True:
             with self._lock:
                 for i, holder in enumerate(self._holders):
-                    if holder is None or holder.is_over:
+                    if holder is None or holder.is_settled:
                         self._holders[i] = use
                         return self._start + i * PROOF_NBYTES
             time.sleep(_SLEEP_S)

@@ -7,9 +7,10 @@ lock is held, and what it has entered it notes beforehand; one whose lock is fre
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Protocol, TypeVar
+
+from llm_datadist._waiting import Lasting
 
 Answer = TypeVar("Answer")
 
@@ -27,19 +28,18 @@ class Used(Protocol):
         """Cuts all that is under way."""
 
 
-class Use:
+class Use(Lasting):
     """What one read holds: of one session at a time, and a place for a few bytes. Made by ``used``.
 
     Attributes:
-        during: Taken from before it enters a session to after it has left; then it is over, whatever broke off.
         session: That it has entered, or is about to.
         under_way: Whether a transfer may be: if it leaves so, the session is doomed.
     """
 
-    __slots__ = ("during", "session", "under_way")
+    __slots__ = ("session", "under_way")
 
     def __init__(self) -> None:
-        self.during = threading.Lock()
+        super().__init__()
         self.session: Used | None = None
         self.under_way = False
 
@@ -53,16 +53,16 @@ class Use:
             self.session = None
 
     @property
-    def is_over(self) -> bool:
-        """Whether nothing of it writes any more."""
+    def is_settled(self) -> bool:
+        """Whether it is over, and nothing of it writes any more."""
         session = self.session
-        return not self.during.locked() and (session is None or not session.has(self))
+        return self.is_over and (session is None or not session.has(self))
 
 
 def used(call: Callable[[Use], Answer]) -> Answer:
     """Has it done by a use, which has left when this returns or raises."""
     use = Use()
-    with use.during:
+    with use.during():
         try:
             try:
                 return call(use)

@@ -15,13 +15,12 @@ import errno
 import os
 import select
 import socket
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from llm_datadist._shortages import is_of_system, is_shortage, reason_of
-from llm_datadist._waiting import Changes, Ticket
+from llm_datadist._waiting import Changes, Lasting, Ticket, guard
 from llm_datadist.transports._sockets import is_gone, round_trip_s, tune
 from llm_datadist.transports.seam import Fault, FaultKind, PeerEndpoint
 from llm_datadist.transports.tcp_reading import ReadingConnection
@@ -36,7 +35,7 @@ _LONGEST_WAIT_S = 3600.0
 _CLOSED = Fault(FaultKind.CANCELLED, "the link was closed")
 
 
-class Taker:
+class Taker(Lasting):
     """A read that needs a connection, and can be cancelled while it waits for one or uses it.
 
     Attributes:
@@ -44,22 +43,12 @@ class Taker:
         cancelled: Why the read must not go on.
     """
 
-    __slots__ = ("_under_way", "cancelled", "sock")
+    __slots__ = ("cancelled", "sock")
 
     def __init__(self) -> None:
+        super().__init__()
         self.sock: socket.socket | None = None
         self.cancelled: Fault | None = None
-        self._under_way: threading.Lock | None = None
-
-    def during(self) -> threading.Lock:
-        """Taken by its read from before it takes a connection to its end; then it is over, whatever broke off."""
-        self._under_way = lock = threading.Lock()
-        return lock
-
-    @property
-    def is_over(self) -> bool:
-        """Whether its read has ended."""
-        return self._under_way is not None and not self._under_way.locked()
 
 
 class ConnectionPool:
@@ -83,7 +72,7 @@ class ConnectionPool:
         self.round_trip_s = 0.0
         self._hello = hello
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = guard(self)
         self._changes = Changes(self._lock)
         self._idle: list[ReadingConnection] = []
         self._open: set[socket.socket] = set()

@@ -12,8 +12,9 @@ import pytest
 from llm_datadist._engine import errands as module
 from llm_datadist._engine.errands import Call, Desk, Errand, handed_in
 from llm_datadist._waiting import Latch
-from llm_datadist.status import LinkFailedError, OutOfMemoryError
+from llm_datadist.status import LinkBusyError, LinkFailedError, OutOfMemoryError
 from llm_datadist.testing.stopwatch import Stopwatch
+from tests.support.within import REFUSED, within
 from tests.support.world import wait_until
 
 PATIENCE_S = 10.0
@@ -340,3 +341,25 @@ def test_close_on_one_of_its_threads_does_not_wait_for_that(desk: Desk) -> None:
     watch = Stopwatch()
     done(desk, lambda call: desk.close(PATIENCE_S))
     assert watch.within(PATIENCE_S / 2)
+
+
+def test_g12_nobody_waits_for_an_errand_for_whom_its_thread_waits(desk: Desk) -> None:
+    begun: list[int] = []
+    with within(), pytest.raises(LinkBusyError, match=f"call was called {REFUSED}.*nothing was done"):
+        done(desk, lambda call: begun.append(1))
+    done(desk, lambda call: None)
+    assert not begun
+
+
+def test_g12_what_has_a_limit_goes_on_when_its_caller_may_not_wait(desk: Desk) -> None:
+    begun: list[int] = []
+
+    @handed_in
+    def call() -> Errand[Any]:
+        return Errand("end", desk, lambda call: begun.append(1), (PATIENCE_S, LinkFailedError("late")))
+
+    watch = Stopwatch()
+    with within(), pytest.raises(LinkBusyError, match=f"end was called {REFUSED}.*goes on when"):
+        call()
+    assert watch.within(PATIENCE_S / 2)
+    assert wait_until(lambda: begun == [1], PATIENCE_S)

@@ -16,6 +16,7 @@ from llm_datadist._core.layout import CacheSlice
 from llm_datadist._core.registry import GenerationWord
 from llm_datadist._core.segments import Extents
 from llm_datadist._engine import codec
+from llm_datadist._waiting import is_within
 from llm_datadist.transports.seam import Fault
 from llm_datadist.transports.tcp_serving import ServedConnection
 from tests.support.engines import Engines
@@ -102,9 +103,7 @@ def test_a_small_answer_is_sent_under_the_lock(scene: Scene, monkeypatch: pytest
     send = ServedConnection._send_whole
 
     def look(connection: ServedConnection, extents: Extents) -> None:
-        free.append(scene.state.lock.acquire(blocking=False))
-        if free[-1]:
-            scene.state.lock.release()
+        free.append(not is_within())
         send(connection, extents)
 
     monkeypatch.setattr(ServedConnection, "_send_whole", look)
@@ -133,11 +132,8 @@ def test_any_unit_is_shown_as_if_it_had_been_asked_for(scene: Scene) -> None:
 
 
 def test_units_are_shown_under_the_lock(scene: Scene) -> None:
-    assert units_of(scene).send_now(
-        0, lambda _: pytest.fail("free") if scene.state.lock.acquire(False) else None
-    )
-    assert scene.state.lock.acquire(False)
-    scene.state.lock.release()
+    assert units_of(scene).send_now(0, lambda _: None if is_within() else pytest.fail("free"))
+    assert not is_within()
 
 
 def test_units_that_are_not_what_they_were_are_not_shown(scene: Scene) -> None:

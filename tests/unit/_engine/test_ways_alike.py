@@ -74,7 +74,7 @@ def _in_short(warm: Warm, event: Callable[[], object]) -> None:
 def _entered(warm: Warm) -> dict[str, Any]:
     (flight,) = warm.state.flights.where(lambda _: True)
     found = {name: getattr(flight, name) for name in Flight.__slots__ if name != "_cancel"}
-    return {name: value.locked() if hasattr(value, "locked") else value for name, value in found.items()}
+    return {**found, "_under_way": flight._under_way is not None and not flight.is_over}
 
 
 def test_g6_a_repeated_read_is_entered_as_a_plain_one(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:

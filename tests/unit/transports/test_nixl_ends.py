@@ -108,7 +108,8 @@ def test_a_session_that_another_read_cuts_is_there_for_who_prepares_it(
     rig.check()
     rig.tell(rig.source + SIZE, nbytes=SIZE)
     use = Use()
-    use.during.acquire()
+    during = use.during()
+    during.acquire()
     session = rig.channel.current(use)
     assert session is not None
 
@@ -121,7 +122,7 @@ def test_a_session_that_another_read_cuts_is_there_for_who_prepares_it(
     def cut() -> None:
         session.doom()
         use.leave()
-        use.during.release()
+        during.release()
 
     cutting = threading.Thread(target=cut)
     monkeypatch.setattr(FakeAgent, "load", load)

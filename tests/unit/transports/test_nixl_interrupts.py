@@ -149,7 +149,7 @@ def test_who_was_broken_off_before_it_could_leave_dooms_its_session(rig: Rig) ->
         session = rig.channel._session
         assert session is not None
         use = Use()
-        with use.during:
+        with use.during():
             assert session.enter(use)
         look()
         assert session.is_destroyed
