@@ -52,5 +52,10 @@ def _table(seed: int) -> NDArray[np.uint8]:
 
 def pattern(seed: int, tensor: int, nbytes: int) -> NDArray[np.uint8]:
     """Bytes that depend on cache (seed), tensor and offset."""
-    start = (seed * 7919 + tensor * 104_729) % _TABLE
-    return np.resize(np.roll(_table(seed), -start), nbytes)
+    table, out = _table(seed), np.empty(nbytes, np.uint8)
+    start, done = (seed * 7919 + tensor * 104_729) % _TABLE, 0
+    while done < nbytes:
+        piece = table[start : start + nbytes - done]
+        out[done : done + len(piece)] = piece
+        start, done = 0, done + len(piece)
+    return out

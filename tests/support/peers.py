@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -98,7 +98,18 @@ class _Call:
     """One that has no answer yet."""
 
     future: Future[Outcome] = field(default_factory=Future)
-    watch: Stopwatch = field(default_factory=Stopwatch)
+    watch: Stopwatch | None = field(default_factory=Stopwatch)
+
+    def took(self, seconds: float | None = None, waits: Mapping[int, int] | None = None) -> Taken:
+        """What it took in the peer, if that can say so; without a watch nobody asks."""
+        if self.watch is None:
+            return Taken(seconds or 0.0, 0.0)
+        taken = self.watch.took(more=waits)
+        return taken if seconds is None else Taken(seconds, taken.stalled)
+
+
+def _unmeasured() -> _Call:
+    return _Call(watch=None)
 
 
 class PeerDied(Exception):  # noqa: N818 - an event, not always an error of the test
@@ -147,8 +158,18 @@ class Peer:
         self._reader.start()
 
     def start(self, func: Callable[..., Any], /, *args: Any, on_main: bool = False, **kwargs: Any) -> Running:
+        return self._start(_Call, func, args, on_main, kwargs)
+
+    def _start(
+        self,
+        make: Callable[[], _Call],
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        on_main: bool,
+        kwargs: dict[str, Any],
+    ) -> Running:
         self._ready.result(CALL_TIMEOUT)
-        call = _Call()
+        call = make()
         with self._sending:
             self._number += 1
             number = self._number
@@ -165,7 +186,8 @@ class Peer:
     def call(
         self, func: Callable[..., Any], /, *args: Any, timeout: float = CALL_TIMEOUT, **kwargs: Any
     ) -> Any:
-        return self.start(func, *args, **kwargs).result(timeout)
+        """Its result. What it took is not measured: with all processes of a test that costs more than most calls."""
+        return self._start(_unmeasured, func, args, False, kwargs).result(timeout)
 
     def attempt(
         self, func: Callable[..., Any], /, *args: Any, timeout: float = CALL_TIMEOUT, **kwargs: Any
@@ -181,15 +203,14 @@ class Peer:
                 return
             call = self._waiting.pop(number, None)
             if call is not None:
-                stalled = call.watch.took(more=waits).stalled
-                call.future.set_result(Outcome(value, _error(failure), Taken(seconds, stalled)))
+                call.future.set_result(Outcome(value, _error(failure), call.took(seconds, waits)))
 
     def _fail_waiting(self) -> None:
         for number in list(self._waiting):
             call = self._waiting.pop(number, None)
             if call is not None:
                 died = PeerDied(f"peer {self.pid} ended during the call")
-                call.future.set_result(Outcome(None, died, call.watch.took()))
+                call.future.set_result(Outcome(None, died, call.took()))
 
     def stop(self) -> None:
         """SIGSTOP, and waits until the process is stopped."""
