@@ -67,8 +67,11 @@ class Inbox:
         return self._session.waiting_nbytes + self._held_nbytes
 
     def receive(self, data: Buffer, now: float, most: int) -> Iterator[Event]:
-        """Takes received bytes, nothing where there is ``more``; what is to be handled of them, ``most`` at once."""
-        if self._held and not self._outbox.owes:
+        """Takes received bytes, nothing where there is ``more``; what is to be handled of them, ``most`` at once.
+
+        A thread that sends may have made it ``more`` since it was asked: bytes are taken in any case.
+        """
+        if not data and self._held and not self._outbox.owes:
             yield from self._release(most)
             return
         for event in self._session.receive(data, now, most):

@@ -105,6 +105,15 @@ def test_g17_what_would_be_answered_waits_while_answers_are_not_read(
     assert not scene.inbox.holds and scene.inbox.waiting_nbytes == 0
 
 
+def test_g17_bytes_that_came_just_before_the_peer_read_its_answers_are_taken(scene: Scene) -> None:
+    """Another thread sends, and finds that out, between a look at ``more`` and what comes of it."""
+    first, second = m.Unlink(id=1, time_left_ms=1), m.Unlink(id=2, time_left_ms=1)
+    scene.owe()
+    assert scene.hear(first) == [] and not scene.inbox.more
+    scene.outbox.clear()
+    assert scene.hear(second) == [first, second]
+
+
 def test_a_lease_that_somebody_waits_for_is_an_answer(scene: Scene) -> None:
     scene.expected.add(GRANT.id)
     scene.owe()
