@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 
 help:
 	@echo 'make demo       a real model, prefill and decode in two processes (ARGS=...)'
-	@echo 'make test       the test suite, under 6 minutes on 2 cores (PYTEST_ARGS=...)'
+	@echo 'make test       the test suite, under 8 minutes on 2 cores (PYTEST_ARGS=...)'
 	@echo 'make test-long  what needs longer: many rounds, slow links, large transfers'
 	@echo 'make test-nixl  transport nixl with NIXL itself, a part of test-long (installs 69 MB)'
 	@echo 'make check      format, lint, strict types, import layers, sizes'

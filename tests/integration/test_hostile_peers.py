@@ -19,7 +19,7 @@ from tests.support.world import World
 
 QUICK_S, LONG_S = 0.4, 6.0
 FLOOR_S = 0.005  # of what counts as disturbed, on a machine that has other work: each attack once cost 30 ms and more
-FIRST_S = 0.8  # in which an attack gets going
+FIRST_S = 0.4  # in which an attack gets going
 HELD_NBYTES = 450 << 20  # one peer's: offers 256 MiB, tables, selectors
 OWN = {"LLM_DATADIST_TESTS": "a process of its own"}
 SHAPE = Shape(tensors=2, dim0=256, stride=1024)

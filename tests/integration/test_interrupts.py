@@ -53,7 +53,7 @@ CALLS: list[Callable[[], Call]] = [
 IN_THE_CALLER: list[object] = [Pull, PullOne, Copy]
 # What strikes while the interpreter takes a generator down it reports, and goes on.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-SOME_OF_THE_ENGINE = [pytest.param(31, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+SOME_OF_THE_ENGINE = [pytest.param(61, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("stride", SOME)

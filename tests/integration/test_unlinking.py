@@ -239,7 +239,7 @@ def test_a_pull_under_an_unlink_with_force_knows_that_the_link_went(
     assert two.other._engine is not None
     service = two.other._engine._state.links
     held, asked = threading.Event(), threading.Event()
-    move, check_owner = executor.move, _Pull.check_owner
+    move, check_owner, resolve = executor.move, _Pull.check_owner, _Pull._resolve
 
     def hold() -> None:
         held.set()
@@ -256,8 +256,14 @@ def test_a_pull_under_an_unlink_with_force_knows_that_the_link_went(
         asked.set()
         check_owner(pull)
 
+    def ask_again(pull: _Pull, *args: Any) -> Any:
+        if held.is_set():
+            asked.set()
+        return resolve(pull, *args)
+
     monkeypatch.setattr(initiator, "move", move_too_late)
     monkeypatch.setattr(_Pull, "check_owner", ask)
+    monkeypatch.setattr(_Pull, "_resolve", ask_again)
     try:
         with pytest.raises(LLMException) as caught:
             two.pull()

@@ -31,7 +31,7 @@ KEY, MODEL = CacheKey(2, 5, 0), 9
 DESC = CacheDesc(2, [2, 1000], DataType.DT_UINT8)
 POOL_NBYTES = 1 << 20
 END_S = 5.0
-STRIDE = 7  # a prime: of what repeats every few steps each is hit in the end
+STRIDE = 11  # a prime: of what repeats every few steps each is hit in the end
 SOME = [pytest.param(STRIDE, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 
 

@@ -38,7 +38,7 @@ def take() -> Snapshot:
     )
     return Snapshot(
         fds=len(os.listdir("/proc/self/fd")) - FDS_PER_PEER * len(idle),
-        threads=frozenset(f"{name} x{count}" for name, count in threads.items()),
+        threads=frozenset(f"{name} #{i + 1}" for name, count in threads.items() for i in range(count)),
         children=frozenset(_children(os.getpid()) - pids),
         shm=frozenset(_shared_memory()),
     )
