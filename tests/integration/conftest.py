@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.interrupted import Two
+from tests.support.interrupted import INTERRUPTED, Two
 from tests.support.pair import COMBOS, MODE_A, MODE_B, Combo, Pair, make_pair
 from tests.support.pool import Spawner
 from tests.support.short_pair import ShortPair, hurry, one_at_a_time
@@ -87,7 +87,7 @@ def short_pairs(hurried: None) -> Iterator[Callable[..., ShortPair]]:
         yield make
 
 
-@pytest.fixture(params=[c for c in COMBOS if str(c) in ("A-local", "B-tcp", "B-shm")], ids=str)
+@pytest.fixture(params=INTERRUPTED, ids=str)
 def two(request: pytest.FixtureRequest) -> Iterator[Two]:
     """Both sides in this process, for calls that are interrupted."""
     with Two(request.param) as two:

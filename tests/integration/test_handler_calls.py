@@ -24,7 +24,7 @@ from llm_datadist import (
 from llm_datadist._waiting import is_within
 from tests.support.engines import unlink
 from tests.support.held import run_watched, watched
-from tests.support.interrupted import DESC, END_S, KEY, SUCCESS, Pull, Two
+from tests.support.interrupted import DESC, END_S, INTERRUPTED, KEY, SUCCESS, Pull, Two
 from tests.support.pair import COMBOS, Combo
 from tests.support.steps import Steps
 from tests.support.within import REFUSED
@@ -122,7 +122,7 @@ CHANGING: dict[str, Do] = {
 OUTER: dict[str, Do] = {**CHANGING, **LOOKING, "link": link_anew, "pull_one": pull_one, "take": take}
 
 
-@pytest.fixture(params=[c for c in COMBOS if str(c) in ("A-local", "B-tcp", "B-shm")], ids=str)
+@pytest.fixture(params=INTERRUPTED, ids=str)
 def two(request: pytest.FixtureRequest) -> Iterator[TwoAndTask]:
     with TwoAndTask(request.param) as two:
         yield two

@@ -18,6 +18,8 @@ from llm_datadist.transports import movers
 from tests.support.engines import Engines
 from tests.support.interrupted import (
     END_S,
+    INTERRUPTED,
+    NEEDS_B,
     SOME,
     Allocate,
     Call,
@@ -54,6 +56,18 @@ IN_THE_CALLER: list[object] = [Pull, PullOne, Copy]
 # What strikes while the interpreter takes a generator down it reports, and goes on.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 SOME_OF_THE_ENGINE = [pytest.param(61, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+
+
+def in_one_combo(calls: list[Callable[[], Call]]) -> pytest.MarkDecorator:
+    """Each call in each combo; quickly in one, the next for the next call."""
+    params = []
+    for i, make in enumerate(calls):
+        combos = [combo for combo in INTERRUPTED if combo.mode == "B" or make not in NEEDS_B]
+        for combo in combos:
+            name = f"{combo}-{make.__name__}"  # type: ignore[attr-defined]
+            marks = [] if combo is combos[i % len(combos)] else [pytest.mark.slow]
+            params.append(pytest.param(combo, make, id=name, marks=marks))
+    return pytest.mark.parametrize(("two", "make"), params, indirect=["two"])
 
 
 @pytest.mark.parametrize("stride", SOME)
@@ -93,12 +107,11 @@ class HandedIn:
 
 
 @pytest.mark.parametrize("stride", SOME)
-@pytest.mark.parametrize("make", CALLS, ids=lambda c: c.__name__)
+@in_one_combo(CALLS)
 def test_g12_two_interrupts_leave_nothing(
     two: Two, make: Callable[[], Call], stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one strikes what the first one has to be followed by."""
-    skip_in_a(two, make)
     handed_in = HandedIn(two.state.desk, monkeypatch)
 
     def strike(number: int, call: Callable[[], None]) -> object:
@@ -114,12 +127,11 @@ def test_g12_two_interrupts_leave_nothing(
 # One that strikes a callback of a weak reference, as of ``threading``, is lost.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("stride", SOME)
-@pytest.mark.parametrize("make", CALLS, ids=lambda c: c.__name__)
+@in_one_combo(CALLS)
 def test_g12_two_signals_at_once_leave_nothing(
     two: Two, make: Callable[[], Call], stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one strikes as soon as the version looks for signals: 3.10 does before the first step of a handler."""
-    skip_in_a(two, make)
     handed_in = HandedIn(two.state.desk, monkeypatch)
 
     def strike(number: int, call: Callable[[], None]) -> object:
@@ -140,11 +152,10 @@ def interrupt_main() -> None:
 
 
 @pytest.mark.parametrize("stride", SOME_OF_THE_ENGINE)
-@pytest.mark.parametrize("make", [c for c in CALLS if c not in IN_THE_CALLER], ids=lambda c: c.__name__)  # type: ignore[attr-defined]
+@in_one_combo([c for c in CALLS if c not in IN_THE_CALLER])
 def test_g12_an_interrupt_while_the_engine_is_at_any_step_leaves_nothing(
     two: Two, make: Callable[[], Call], stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    skip_in_a(two, make)
     do = Errand.do
     armed: list[int] = []
 

@@ -24,7 +24,7 @@ from llm_datadist._waiting import is_within
 from tests.support import allocated
 from tests.support.engines import Engines, Layers, unlink
 from tests.support.memory import FILL
-from tests.support.pair import SUCCESS, Combo
+from tests.support.pair import COMBOS, SUCCESS, Combo
 from tests.support.world import wait_until
 
 KEY, MODEL = CacheKey(2, 5, 0), 9
@@ -32,6 +32,7 @@ DESC = CacheDesc(2, [2, 1000], DataType.DT_UINT8)
 POOL_NBYTES = 1 << 20
 END_S = 5.0
 STRIDE = 11  # a prime: of what repeats every few steps each is hit in the end
+INTERRUPTED = [combo for combo in COMBOS if str(combo) in ("A-local", "B-tcp", "B-shm")]
 SOME = [pytest.param(STRIDE, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 
 
