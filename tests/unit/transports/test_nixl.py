@@ -200,6 +200,18 @@ def test_g17_what_a_link_makes_us_and_nixl_remember_is_counted_in_bytes(
     assert rig.reader._held.nbytes == 2 * nbytes == rig.channel._nbytes
 
 
+def test_g17_an_agent_that_knows_so_many_tokens_is_replaced(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "NIXL_TOKENS", 3)  # one of them the endpoint's
+    made = len(rig.world.made)
+    for i in range(6):
+        rig.tell(rig.source + i * SIZE // 2, nbytes=SIZE // 2)
+        rig.check(i * SIZE // 2, SIZE // 2)
+        assert all(agent.loads <= 3 for agent in rig.world.readers())
+    assert len(rig.world.made) == made + 2, "of six, three times two"
+
+
 @pytest.mark.rule("S.24")
 def test_g17_all_links_together_keep_so_much(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "NIXL_SOURCES_ENGINE_NBYTES", 600)

@@ -11,8 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from llm_datadist._core import limits
 from llm_datadist.transports import _nixl
-from llm_datadist.transports.nixl_told import ID_NBYTES, Endpoint, Token
+from llm_datadist.transports.nixl_session import Source
+from llm_datadist.transports.nixl_told import ID_NBYTES, Endpoint, Token, source_of
 from llm_datadist.transports.seam import FaultKind, TransportUnavailable
 from tests.support.fake_nixl import written
 from tests.support.local_pair import PROOF
@@ -128,6 +130,25 @@ def test_memory_that_was_offered_is_all_that_a_peer_hears_of_before_it_has_a_lin
 def test_an_endpoint_that_is_no_good_is_a_reason(rig: Rig, blob: bytes) -> None:
     with pytest.raises(TransportUnavailable, match="not valid"):
         rig.reader.open(endpoint(blob), deadline=time.monotonic() + 1)
+
+
+@pytest.mark.parametrize("place", ["proof_address", "nonce_address"])
+def test_g16_an_endpoint_whose_proof_is_elsewhere_is_a_reason(rig: Rig, place: str) -> None:
+    told = msgspec.msgpack.decode(rig.owner.endpoint(PROOF), type=Endpoint)
+    blob = msgspec.msgpack.encode(msgspec.structs.replace(told, **{place: rig.source}))
+    with pytest.raises(TransportUnavailable, match="its proof is not in what it tells of"):
+        rig.reader.open(endpoint(blob), deadline=time.monotonic() + 1)
+
+
+def test_g17_what_is_told_at_once_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = rig.owner.register(region(rig.source, nbytes=SIZE))
+    told = msgspec.msgpack.decode(token[ID_NBYTES:], type=Token)
+    for name, most in {"NIXL_TENSORS": 1, "NIXL_METADATA_NBYTES": len(told.metadata)}.items():
+        monkeypatch.setattr(limits, name, most)
+        assert isinstance(source_of(b"", told.agent, told.memory, told.rows, told.metadata, 1), Source)
+        monkeypatch.setattr(limits, name, most - 1)
+        assert "of ranges and" in str(source_of(b"", told.agent, told.memory, told.rows, told.metadata, 1))
+        monkeypatch.undo()
 
 
 def test_g16_another_proof_is_another_process(rig: Rig) -> None:

@@ -59,6 +59,13 @@ def test_keys_may_differ_in_size() -> None:
     )
 
 
+def test_a_range_of_another_size_is_whole() -> None:
+    """Together they are as long as they ought to be."""
+    begin = written("agent", "host", ROWS[:2], KEYS[:2], False)[: -2 * 41]
+    short, long = ((n).to_bytes(8, "little") + bytes(n) + b"|" for n in (16, 48))
+    assert "end otherwise" in refused(begin + short + long, told=ROWS[:2])
+
+
 def test_ranges_may_come_in_any_order() -> None:
     metadata = written("agent", "host", ROWS[::-1], KEYS, False)
     check(metadata, "agent", "host", rows(), connection=False)
