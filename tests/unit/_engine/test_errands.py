@@ -132,6 +132,31 @@ def test_an_interrupt_cuts_waits_and_has_it_undone(desk: Desk, monkeypatch: pyte
     assert order == ["done", "undone"]
 
 
+def test_what_begins_to_wait_after_the_cut_is_cut_at_once(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way, cut = Latch(), Latch()
+
+    def job(call: Call) -> None:
+        under_way.open()
+        assert wait_until(lambda: call.dropped, PATIENCE_S)
+        call.on_cut(cut.open)
+        assert cut.is_open
+
+    Interrupted(monkeypatch, under_way)
+    with pytest.raises(KeyboardInterrupt):
+        done(desk, job)
+    assert cut.is_open
+
+
+def test_an_errand_that_was_done_is_not_refused_as_well(desk: Desk) -> None:
+    """Its starter may see late that no thread can be had, after one of the desk had it."""
+    errand: Errand[int] = Errand("call", desk, lambda call: 7)
+    errand.do(is_alone=True)
+    errand.refuse(OutOfMemoryError("no thread"))
+    assert errand.run() == 7
+
+
 def test_further_interrupts_of_the_clean_up_end_in_the_same_state(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
