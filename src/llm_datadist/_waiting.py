@@ -12,26 +12,25 @@ signals are guards, whose thread is known.
 
 from __future__ import annotations
 
-import operator
 import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from llm_datadist.status import LinkBusyError
 
 # Of one sleep: an interrupt may have kept a thread from waking others, and a signal that comes just before a thread
 # sleeps does not wake it.
 _LONGEST_S = 0.1
-_guards: dict[weakref.ref[object], list[threading.RLock]] = {}  # by owner
+_guards: dict[threading.RLock, weakref.ref[object]] = {}  # and who has them
 _OURS = str(Path(__file__).parent)
-_is_mine = operator.methodcaller("_is_owned")  # as ``threading.Condition`` asks
+_is_mine: Any = type(threading.RLock())._is_owned  # type: ignore[attr-defined]  # as ``threading.Condition`` asks
 
 
 def guard(owner: object) -> threading.RLock:
@@ -40,22 +39,18 @@ def guard(owner: object) -> threading.RLock:
     A handler's call does not wait for it, and finds what it guards as the step before has left it.
     """
     lock = threading.RLock()
-    _guards.setdefault(weakref.ref(owner, _guards.pop), []).append(lock)
+    _guards[lock] = weakref.ref(owner, lambda _: _guards.pop(lock, None))
     return lock
 
 
 def is_within() -> bool:
     """Whether this thread holds a guard: then a handler has interrupted its call, and calls us."""
-    if not any(map(_is_mine, _all_guards())):
+    if not any(map(_is_mine, list(_guards))):
         return False
     if sys.version_info >= (3, 11) or _has_interrupted(sys._getframe(1)):
         return True
     _release_left()
     return False
-
-
-def _all_guards() -> Iterator[threading.RLock]:
-    return chain.from_iterable(list(_guards.values()))
 
 
 def _has_interrupted(frame: FrameType | None) -> bool:
@@ -71,7 +66,7 @@ def _has_interrupted(frame: FrameType | None) -> bool:
 
 def _release_left() -> None:
     """Python 3.10 looks for signals before ``__exit__`` as well: a second one leaves the lock of a ``with`` taken."""
-    for lock in _all_guards():
+    for lock in list(_guards):
         while _is_mine(lock):
             lock.release()
 

@@ -141,7 +141,7 @@ def test_a_guard_goes_with_its_owner() -> None:
     owner = Owner()
     before = len(_waiting._guards)
     first, second = guard(owner), guard(owner)
-    assert len(_waiting._guards) == before + 1
+    assert len(_waiting._guards) == before + 2
     with second:
         assert first.acquire(timeout=0)  # it is another one
         first.release()
