@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,7 +40,7 @@ def guard(owner: object) -> threading.RLock:
     A handler's call does not wait for it, and finds what it guards as the step before has left it.
     """
     lock = threading.RLock()
-    _guards[lock] = weakref.ref(owner, lambda _: _guards.pop(lock, None))
+    _guards[lock] = weakref.ref(owner, partial(_guards.pop, lock))  # C: it is called anywhere
     return lock
 
 

@@ -36,8 +36,8 @@ def test_g3_the_reader_is_told_that_the_owner_cannot_serve(rig: Rig, refused: st
     for first in range(1, 20):
         with Shortage(first) as shortage:
             got = read_once(rig)
-        if refused in shortage.refused:
-            break
+        if refused in shortage.refused and got.fault is not None:
+            break  # else it was the reader's, as for a thread that dials: asked again, it gets along
     assert got.fault is not None and got.fault.kind is FaultKind.REFUSED, got
     assert got.fault.code == LLMStatusCode.LLM_OUT_OF_MEMORY
     assert "serve" in got.fault.text or "no thread can be started for llm-datadist-tcp" in got.fault.text
