@@ -33,13 +33,12 @@ def read_once(rig: Rig) -> Progress:
 
 @pytest.mark.parametrize("refused", ["thread", "epoll", "eventfd", "watch"])
 def test_g3_the_reader_is_told_that_the_owner_cannot_serve(make_rig: MakeRig, refused: str) -> None:
-    """Or it gets along: where the system drops the answer with the connection, and where a thread of its own was
-    refused, it asks again."""
-    for first in 3 * tuple(range(1, 20)):
+    """Each shortage strikes a new pair: what is left of a refusal would make a later read ask again, and get along."""
+    for first in range(1, 20):
         rig = make_rig()
         with Shortage(first) as shortage:
             got = read_once(rig)
-        if refused in shortage.refused and got.fault is not None:
+        if refused in shortage.refused:
             break
     assert got.fault is not None and got.fault.kind is FaultKind.REFUSED, got
     assert got.fault.code == LLMStatusCode.LLM_OUT_OF_MEMORY
